@@ -1,0 +1,295 @@
+"""Model and Block as data.
+
+Counts are per *sample* (one sequence of `Model.sequence_length` tokens for language models) and in *elements* where
+the bytes depend on the precision, which is not the model's business but `Training`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopiper._data import data
+from autopiper.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+RECOMPUTE_CHOICES = ("none", "selective", "full")
+
+
+@data
+class TensorSpec:
+    """One tensor of one sample: its shape leaves the batch dimension out."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "activation"
+    """"activation" = the floating type that `Training.precision` gives; otherwise a torch name such as "int64"."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of one sample."""
+        return math.prod(self.shape)
+
+    def bytes(self, activation_bytes: float) -> float:
+        """Bytes of one sample, `activation_bytes` being those of one activation element."""
+        fixed = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+        return self.elements * fixed.get(self.dtype, activation_bytes)
+
+
+@data
+class Block:
+    """The smallest unit of assignment to a stage: one layer, embedding or head, with its parameters."""
+
+    name: str
+    kind: str
+    """Blocks of one kind are equal in everything but their name, and are priced once."""
+    dense_parameters: int = 0
+    """Parameters that every replica holds, tied ones included."""
+    expert_parameters: int = 0
+    """Parameters of routed experts, which expert parallelism divides."""
+    replicated_parameters: int = 0
+    """Of the dense ones, those that every tensor-parallel rank holds whole (norms, routers)."""
+    forward_flops: float = 0.0
+    """Matrix work of one forward, 2 FLOP per multiply-add."""
+    backward_input_flops: float = 0.0
+    """Matrix work of the gradient for the input (I)."""
+    backward_weight_flops: float = 0.0
+    """Matrix work of the gradient for the weights (W)."""
+    forward_moved_elements: float = 0.0
+    """Activation elements read and written by the memory-bound operations of one forward."""
+    kernels: int = 1
+    """Kernel launches of one forward, whatever the number of samples."""
+    kept_elements: float = 0.0
+    """Elements kept from F to B (or W) without recompute, in the training precision."""
+    kept_elements_selective: float = 0.0
+    """The same under selective recompute (the attention core is computed again)."""
+    kept_replicated_elements: float = 0.0
+    """Of the kept ones, those that tensor parallelism does not divide unless sequence parallelism does."""
+    kept_fp32_elements: float = 0.0
+    """Elements kept in fp32 whatever the precision (logits for the loss)."""
+    tensor_divisors: tuple[tuple[str, int], ...] = ()
+    """Named counts that a tensor-parallel size must divide, e.g. (("num_attention_heads", 32),)."""
+    tensor_collectives: int = 0
+    """All-reduces among tensor-parallel ranks in one forward; a backward has as many."""
+    tensor_collective_elements: float = 0.0
+    """Elements that they sum in one forward, all together."""
+    segments: tuple[str, ...] = ("all",)
+    """Parts between annotated boundaries; one so far."""
+
+    def __post_init__(self) -> None:
+        for field in (
+            "dense_parameters", "expert_parameters", "replicated_parameters", "forward_flops",
+            "backward_input_flops", "backward_weight_flops", "forward_moved_elements", "kernels", "kept_elements",
+            "kept_elements_selective", "kept_replicated_elements", "kept_fp32_elements",
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ModelError(
+                    f"block '{self.name}': {field} is {value}; it must be zero or more and finite"
+                )
+        if self.segments != ("all",):
+            raise ModelError(
+                f"block '{self.name}': segments is {self.segments}; only one segment, ('all',), can be planned yet"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the block."""
+        return self.dense_parameters + self.expert_parameters
+
+
+@data
+class Edge:
+    """What `target` reads of the output of `source` (block indices, source < target)."""
+
+    source: int
+    target: int
+    tensors: tuple[TensorSpec, ...]
+
+
+@data
+class TiedParameter:
+    """One parameter used by several blocks; each of them counts it in `dense_parameters`."""
+
+    name: str
+    blocks: tuple[int, ...]
+    parameters: int
+
+
+@data
+class Model:
+    """Ordered blocks, the edges between them, tied parameters, and what one sample is."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    edges: tuple[Edge, ...]
+    tied: tuple[TiedParameter, ...] = ()
+    sequence_length: int = 1
+    """Tokens in one sample; it fixes what a sample is."""
+    inputs: tuple[TensorSpec, ...] = ()
+    """The model's own inputs, per sample."""
+    global_batch_size: int | None = None
+    """The published global batch size of a preset, in samples of its published sequence length."""
+    source: str = "numbers"
+    """Where the description came from: a preset, a config.json, a module."""
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ModelError(f"model '{self.name}' has no blocks; at least one is needed")
+        if self.sequence_length < 1:
+            raise ModelError(f"sequence_length is {self.sequence_length}; it must be 1 or more")
+        last = len(self.blocks) - 1
+        for edge in self.edges:
+            if not 0 <= edge.source < edge.target <= last:
+                raise ModelError(
+                    f"edge {edge.source} -> {edge.target} of model '{self.name}' must run forward within 0..{last}"
+                )
+        for tied in self.tied:
+            if len(set(tied.blocks)) < 2 or not all(0 <= b <= last for b in tied.blocks):
+                raise ModelError(
+                    f"tied parameter '{tied.name}' names blocks {tied.blocks}; allowed: two or more of 0..{last}"
+                )
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, tied ones counted once."""
+        return sum(b.parameters for b in self.blocks) - sum(
+            t.parameters * (len(t.blocks) - 1) for t in self.tied
+        )
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one sample's forward and backward (no recompute): the numerator of MFU."""
+        return sum(b.forward_flops + b.backward_input_flops + b.backward_weight_flops for b in self.blocks)
+
+    def stage_parameters(self, start: int, stop: int) -> int:
+        """Parameters that a stage [start, stop) holds; a tied one used twice in it is one copy."""
+        total = sum(b.parameters for b in self.blocks[start:stop])
+        for tied in self.tied:
+            inside = sum(start <= b < stop for b in tied.blocks)
+            total -= tied.parameters * max(0, inside - 1)
+        return total
+
+    def crossing(self, cut: int) -> tuple[TensorSpec, ...]:
+        """Tensors that cross a cut before block `cut`, each source once: what SEND and RECV carry there."""
+        by_source = {e.source: e.tensors for e in self.edges if e.source < cut <= e.target}
+        return tuple(t for source in sorted(by_source) for t in by_source[source])
+
+    def fingerprint(self) -> str:
+        """16 hex digits of everything that a plan depends on; names of presets and blocks do not count."""
+        content = asdict(self)
+        for key in ("name", "source", "global_batch_size"):
+            del content[key]
+        text = json.dumps(content, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def with_sequence_length(self, sequence_length: int) -> Model:
+        """Refuse: the work of a sample is not proportional to its length; describe the model again instead."""
+        if sequence_length == self.sequence_length:
+            return self
+        raise ModelError(
+            f"sequence_length {sequence_length} was asked of model '{self.name}', described for "
+            f"{self.sequence_length}; describe it again with sequence_length={sequence_length}"
+        )
+
+    @staticmethod
+    def from_preset(name: str, *, sequence_length: int | None = None) -> Model:
+        """Describe a published model by name; `Model.presets()` lists them. Raises ModelError with the nearest name."""
+        from autopiper.model import presets
+
+        return presets.from_preset(name, sequence_length=sequence_length)
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """Names that `from_preset` knows."""
+        from autopiper.model import presets
+
+        return presets.names()
+
+    @staticmethod
+    def from_config(config: str | Path | Mapping[str, Any], *, sequence_length: int | None = None) -> Model:
+        """Describe a decoder-only model by its Hugging Face config.json (a path or the parsed dict)."""
+        from autopiper.model import hf_config
+
+        return hf_config.from_config(config, sequence_length=sequence_length)
+
+    @staticmethod
+    def from_module(
+        module: torch.nn.Module, example_inputs: Any, *, batch_dim: int = 0, name: str | None = None
+    ) -> Model:
+        """Describe an nn.Module; `example_inputs` = args tuple or kwargs dict of a batch of one sample."""
+        from autopiper.model import tracing
+
+        return tracing.from_module(module, example_inputs, batch_dim=batch_dim, name=name)
+
+    @staticmethod
+    def transformer(
+        *,
+        num_layers: int,
+        hidden_size: int,
+        num_attention_heads: int,
+        sequence_length: int,
+        vocab_size: int,
+        num_key_value_heads: int | None = None,
+        intermediate_size: int | None = None,
+        gated_mlp: bool = False,
+        num_experts: int = 0,
+        experts_per_token: int = 0,
+        moe_intermediate_size: int | None = None,
+        num_shared_experts: int = 0,
+        moe_layer_frequency: int = 1,
+        tie_embeddings: bool = False,
+        name: str = "transformer",
+    ) -> Model:
+        """Describe a decoder-only transformer by its dimensions (formulas: `model.transformer`)."""
+        from autopiper.model.transformer import Dimensions, build
+
+        return build(
+            Dimensions(
+                num_layers=num_layers,
+                hidden_size=hidden_size,
+                num_attention_heads=num_attention_heads,
+                sequence_length=sequence_length,
+                vocab_size=vocab_size,
+                num_key_value_heads=num_key_value_heads,
+                intermediate_size=intermediate_size,
+                gated_mlp=gated_mlp,
+                num_experts=num_experts,
+                experts_per_token=experts_per_token,
+                moe_intermediate_size=moe_intermediate_size,
+                num_shared_experts=num_shared_experts,
+                moe_layer_frequency=moe_layer_frequency,
+                tie_embeddings=tie_embeddings,
+            ),
+            name=name,
+        )
+
+    @staticmethod
+    def chain(num_blocks: int, *, name: str = "chain", kinds: Sequence[str] | None = None) -> Model:
+        """Blocks without an architecture: prices come from a CostTable (`CostTable.from_layers`).
+
+        Every block is its own kind ("layer0", "layer1", …) unless `kinds` names them.
+        """
+        if num_blocks < 1:
+            raise ModelError(f"num_blocks is {num_blocks}; it must be 1 or more")
+        if kinds is not None and len(kinds) != num_blocks:
+            raise ModelError(f"kinds has {len(kinds)} names for {num_blocks} blocks; give one each")
+        blocks = tuple(
+            Block(name=f"layer{i}", kind=kinds[i] if kinds else f"layer{i}") for i in range(num_blocks)
+        )
+        edges = tuple(
+            Edge(source=i, target=i + 1, tensors=(TensorSpec(name="hidden", shape=(0,)),))
+            for i in range(num_blocks - 1)
+        )
+        return Model(name=name, blocks=blocks, edges=edges, source="chain")
+
+    def renamed(self, name: str) -> Model:
+        """Return the same model under another name."""
+        return replace(self, name=name)

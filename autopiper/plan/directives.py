@@ -1,0 +1,244 @@
+"""Directives: the sentences in which a strategy is written, by a person or by the search.
+
+`place`, `replicate`, `shard`, `split` and `order` have Piper's meaning (arXiv 2606.11169; FACTS part A); `pipeline`,
+`cut`, `degrees`, `slices`, `recompute` and `buckets` say what Piper cannot. A filter is a mapping tag -> index or "*":
+`PIPE` names a pipeline (absent = every pipeline), `PP` a stage, `MB` a micro-batch, `PASS` one of F, B, BI, BW.
+What a directive does to the graph is `ir.transform`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Literal
+
+from autopiper._data import data
+
+Filter = Mapping[str, int | str]
+
+
+@data
+class PipelineDirective:
+    """Pipeline `index` processes micro-batches of these sizes, in samples over all members."""
+
+    op: Literal["pipeline"] = "pipeline"
+    index: int
+    micro_batch_sizes: tuple[int, ...]
+
+
+@data
+class CutDirective:
+    """Stage `stage` of pipeline `pipeline` holds the blocks [start, stop)."""
+
+    op: Literal["cut"] = "cut"
+    pipeline: int
+    stage: int
+    blocks: tuple[int, int]
+
+
+@data
+class PlaceDirective:
+    """The matched stage is held by these devices, tensor-parallel ranks fastest."""
+
+    op: Literal["place"] = "place"
+    filter: Filter
+    devices: tuple[int, ...]
+    stream: str | None = None
+
+
+@data
+class ReplicateDirective:
+    """How the gradients of the matched stage are kept equal over its holders."""
+
+    op: Literal["replicate"] = "replicate"
+    filter: Filter
+    devices: tuple[int, ...] | None = None
+    reduce_stream: str | None = None
+    gather_stream: str | None = None
+    bucket_size: float | None = None
+    """Bucket size in MB, as Piper's."""
+    shard_grads: bool = False
+    shard_params: bool = False
+
+
+@data
+class ShardDirective:
+    """Expert parallelism over these devices."""
+
+    op: Literal["shard"] = "shard"
+    filter: Filter
+    devices: tuple[int, ...]
+    stream: str | None = None
+
+
+@data
+class SplitDirective:
+    """Cut the batch of the matched region into equal micro-batches, tagged `dim_name`."""
+
+    op: Literal["split"] = "split"
+    filter: Filter
+    dim_name: str = "MB"
+    num_microbatches: int
+
+
+@data
+class OrderDirective:
+    """The order of actions: a schedule family for whole pipelines, or explicit groups of filters."""
+
+    op: Literal["order"] = "order"
+    schedule: str | None = None
+    pipelines: tuple[int, ...] | None = None
+    parameters: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    filters: tuple[tuple[Filter, ...], ...] | None = None
+
+
+@data
+class DegreesDirective:
+    """Parallel degrees of the matched stages; data parallel = devices / (the product of the others)."""
+
+    op: Literal["degrees"] = "degrees"
+    filter: Filter
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+
+@data
+class SlicesDirective:
+    """Samples of each micro-batch that each data-parallel member of the matched stages takes."""
+
+    op: Literal["slices"] = "slices"
+    filter: Filter
+    slices: tuple[tuple[int, ...], ...]
+
+
+@data
+class RecomputeDirective:
+    """What the matched stages compute again in the backward, per block or one word for all blocks."""
+
+    op: Literal["recompute"] = "recompute"
+    filter: Filter
+    blocks: tuple[str, ...] | str
+
+
+@data
+class BucketsDirective:
+    """Gradient buckets hold at most this many bytes."""
+
+    op: Literal["buckets"] = "buckets"
+    filter: Filter
+    bucket_bytes: int
+
+
+Directive = (
+    PipelineDirective
+    | CutDirective
+    | PlaceDirective
+    | ReplicateDirective
+    | ShardDirective
+    | SplitDirective
+    | OrderDirective
+    | DegreesDirective
+    | SlicesDirective
+    | RecomputeDirective
+    | BucketsDirective
+)
+
+
+def pipeline(index: int, micro_batch_sizes: Sequence[int]) -> PipelineDirective:
+    """Declare pipeline `index` with its micro-batches; its share of the global batch is their sum."""
+    return PipelineDirective(index=index, micro_batch_sizes=tuple(micro_batch_sizes))
+
+
+def cut(pipeline: int, stage: int, *, blocks: tuple[int, int]) -> CutDirective:
+    """Give blocks [start, stop) to stage `stage` of pipeline `pipeline`."""
+    return CutDirective(pipeline=pipeline, stage=stage, blocks=tuple(blocks))
+
+
+def place(filter: Filter, devices: Sequence[int], *, stream: str | None = None) -> PlaceDirective:
+    """Put the matched stages on these device ids, tensor-parallel ranks fastest."""
+    return PlaceDirective(filter=dict(filter), devices=tuple(devices), stream=stream)
+
+
+def replicate(
+    filter: Filter,
+    devices: Sequence[int] | None = None,
+    *,
+    reduce_stream: str | None = None,
+    gather_stream: str | None = None,
+    bucket_size: float | None = None,
+    shard_grads: bool = False,
+    shard_params: bool = False,
+) -> ReplicateDirective:
+    """Say how gradients of the matched stages are reduced; the reduction itself the compiler inserts."""
+    return ReplicateDirective(
+        filter=dict(filter),
+        devices=None if devices is None else tuple(devices),
+        reduce_stream=reduce_stream,
+        gather_stream=gather_stream,
+        bucket_size=bucket_size,
+        shard_grads=shard_grads,
+        shard_params=shard_params,
+    )
+
+
+def shard(filter: Filter, devices: Sequence[int], *, stream: str | None = None) -> ShardDirective:
+    """Divide the experts of the matched region over these devices."""
+    return ShardDirective(filter=dict(filter), devices=tuple(devices), stream=stream)
+
+
+def split(filter: Filter, *, num_microbatches: int, dim_name: str = "MB") -> SplitDirective:
+    """Cut the global batch of the matched pipelines into equal micro-batches."""
+    return SplitDirective(filter=dict(filter), dim_name=dim_name, num_microbatches=num_microbatches)
+
+
+def order(
+    filters: Sequence[Sequence[Filter]] | None = None,
+    *,
+    schedule: str | None = None,
+    pipelines: Sequence[int] | None = None,
+    **parameters: int | float | str | bool,
+) -> OrderDirective:
+    """Order actions: a schedule family over whole pipelines, or explicit groups of filters, one row a call."""
+    return OrderDirective(
+        schedule=schedule,
+        pipelines=None if pipelines is None else tuple(pipelines),
+        parameters=parameters,
+        filters=None if filters is None else tuple(tuple(dict(f) for f in group) for group in filters),
+    )
+
+
+def degrees(
+    filter: Filter,
+    *,
+    tensor_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+) -> DegreesDirective:
+    """Set the parallel degrees inside the matched stages."""
+    return DegreesDirective(
+        filter=dict(filter),
+        tensor_parallel_size=tensor_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_parallel_size=expert_parallel_size,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def slices(filter: Filter, slices: Sequence[Sequence[int]]) -> SlicesDirective:
+    """Share each micro-batch of the matched stages among their members, in samples."""
+    return SlicesDirective(filter=dict(filter), slices=tuple(tuple(row) for row in slices))
+
+
+def recompute(filter: Filter, blocks: Sequence[str] | str) -> RecomputeDirective:
+    """Choose "none", "selective" or "full" for every block of the matched stages, or one word for all."""
+    return RecomputeDirective(
+        filter=dict(filter), blocks=blocks if isinstance(blocks, str) else tuple(blocks)
+    )
+
+
+def buckets(filter: Filter, *, bucket_bytes: int) -> BucketsDirective:
+    """Cut gradient blocks of the matched stages into buckets of at most `bucket_bytes`."""
+    return BucketsDirective(filter=dict(filter), bucket_bytes=bucket_bytes)

@@ -1,0 +1,169 @@
+"""Plans and cost tables as JSON files: strict on the way in, atomic on the way out, never executing anything.
+
+A file is {"autopiper": "plan" | "costs", "schema_version": n, …the fields}. Programs are written as their texts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from autopiper._data import data
+from autopiper.errors import AutoPiperError, PlanError, nearest
+from autopiper.plan.actions import Place, Program, Wait, parse_action
+from autopiper.plan.plan import SCHEMA_VERSION, Plan
+
+T = TypeVar("T")
+
+
+@data
+class ProgramText:
+    """A Program as a file holds it: each action is "text" or "text after wait, wait"."""
+
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...]
+    places: tuple[tuple[int, int, int], ...]
+    streams: dict[str, tuple[str, ...]]
+
+
+def _to_text(program: Program) -> ProgramText:
+    def line(action: Any) -> str:
+        waits = ", ".join(w.text for w in action.waits)
+        return f"{action.text} after {waits}" if waits else str(action.text)
+
+    return ProgramText(
+        ranks=program.ranks,
+        devices=program.devices,
+        places=tuple((p.pipeline, p.stage, p.member) for p in program.places),
+        streams={name: tuple(line(a) for a in actions) for name, actions in program.streams.items()},
+    )
+
+
+def _wait(text: str) -> Wait:
+    action, at, block = text.strip().partition("@")
+    if at and not block.isdigit():
+        raise PlanError(f"wait '{text}' names block '{block}'; expected a number after '@'")
+    return Wait(action=action, block=int(block) if at else None)
+
+
+def _from_text(text: ProgramText) -> Program:
+    places = tuple(Place(pipeline=p, stage=s, member=m) for p, s, m in text.places)
+    owner = places[0].pipeline if places else 0
+    streams = {}
+    for name, lines in text.streams.items():
+        actions = []
+        for line in lines:
+            action, _, waits = line.partition(" after ")
+            parsed = tuple(_wait(w) for w in waits.split(",")) if waits else ()
+            actions.append(parse_action(action, stream=name, waits=parsed, pipeline=owner))
+        streams[name] = tuple(actions)
+    return Program(ranks=text.ranks, devices=text.devices, places=places, streams=streams)
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def _dump(value: Any) -> dict[str, Any]:
+    # By way of text, because only there pydantic writes infinity as "Infinity".
+    dumped: dict[str, Any] = json.loads(_adapter(type(value)).dump_json(value))
+    return dumped
+
+
+def encode(kind: str, value: Any) -> dict[str, Any]:
+    """Return the JSON object of a plan or cost table."""
+    head = {"autopiper": kind, "schema_version": SCHEMA_VERSION}
+    if isinstance(value, Plan):
+        bare = _adapter(Plan).dump_python(replace(value, programs=()), mode="json")
+        bare["programs"] = [
+            _adapter(ProgramText).dump_python(_to_text(p), mode="json") for p in value.programs
+        ]
+        return head | bare
+    dumped: dict[str, Any] = _adapter(type(value)).dump_python(value, mode="json")
+    return head | dumped
+
+
+def _explain(error: ValidationError, cls: type[Any]) -> list[str]:
+    """Turn pydantic's faults into lines that name the field, what came and the nearest right one."""
+    lines = []
+    for fault in error.errors()[:20]:
+        where = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            allowed = [f.name for f in fields(cls)] if is_dataclass(cls) and len(fault["loc"]) == 1 else []
+            lines.append(f"{where}: unknown field{nearest(str(fault['loc'][-1]), allowed)}")
+        elif isinstance(fault.get("ctx", {}).get("error"), AutoPiperError):
+            lines.append(f"{where}: {fault['ctx']['error']}")
+        else:
+            came = repr(fault["input"])
+            lines.append(f"{where}: {fault['msg']} (came: {came[:80]})")
+    return lines
+
+
+def decode(content: Any, kind: str, cls: type[T], error: type[AutoPiperError], where: str = "the text") -> T:
+    """Check the JSON object of a plan or cost table and make the value. Raises `error` naming each wrong field."""
+    if not isinstance(content, dict) or content.get("autopiper") != kind:
+        found = content.get("autopiper", "nothing") if isinstance(content, dict) else type(content).__name__
+        raise error(
+            f"{where} is not an AutoPiper {kind} file: its key 'autopiper' says {found!r}, expected '{kind}'"
+        )
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise error(f"{where}: schema_version is {version!r}; this AutoPiper reads {SCHEMA_VERSION}")
+    body = {k: v for k, v in content.items() if k not in ("autopiper", "schema_version")}
+    try:
+        if cls is Plan:
+            texts = _adapter(tuple[ProgramText, ...]).validate_python(body.get("programs"))
+            plan: Plan = _adapter(Plan).validate_python(body | {"programs": ()})
+            return replace(plan, programs=tuple(_from_text(t) for t in texts))  # type: ignore[return-value]
+        value: T = _adapter(cls).validate_python(body)
+    except ValidationError as fault:
+        raise error(
+            f"{where} is not a valid {kind} file:\n  - " + "\n  - ".join(_explain(fault, cls))
+        ) from None
+    except AutoPiperError as fault:
+        raise error(f"{where} is not a valid {kind} file: {fault}") from None
+    return value
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file so that a kill at any moment leaves the old one or the new one, never half of one."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write(path: str | Path, kind: str, value: Any) -> None:
+    """Write a plan or cost table atomically."""
+    write_text(path, json.dumps(encode(kind, value), indent=1, allow_nan=False) + "\n")
+
+
+def read(path: str | Path, kind: str, cls: type[T], error: type[AutoPiperError]) -> T:
+    """Read a plan or cost table. Raises `error` where the file is missing, truncated or wrong."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise error(f"cannot read {kind} file '{path}': {fault}") from None
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as fault:
+        raise error(
+            f"{kind} file '{path}' is not complete JSON: {fault}; was it cut off while being written?"
+        ) from None
+    return decode(content, kind, cls, error, f"{kind} file '{path}'")

@@ -1,0 +1,4 @@
+if __name__ != "autopiper.runtime":
+    raise ImportError(
+        "import this as autopiper.runtime, not as runtime: the folder is linked into the package"
+    )

@@ -1,0 +1,2 @@
+if __name__ != "autopiper.search":
+    raise ImportError("import this as autopiper.search, not as search: the folder is linked into the package")
