@@ -74,7 +74,7 @@ _WHERE = {
 }  # fmt: skip
 _PARTS = ("costmodel", "runtime", "search", "model", "cluster", "plan", "ir", "export", "report")
 
-__all__ = ["__version__", *sorted(_WHERE)]  # noqa: PLE0604 -- names of a lazy module
+__all__ = ["__version__", *sorted(_WHERE)]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ def data(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, slotted, keyword-only dataclass.
 
     The pydantic settings only matter where a file comes in (`plan.file`): unknown keys are refused there, and
-    infinity is written as the text "Infinity", which JSON numbers cannot express.
+    infinity survives the way out (as the text "Infinity", which JSON numbers cannot express).
     """
-    cls.__pydantic_config__ = {"extra": "forbid", "ser_json_inf_nan": "strings"}  # type: ignore[attr-defined]
+    cls.__pydantic_config__ = {"extra": "forbid", "ser_json_inf_nan": "constants"}  # type: ignore[attr-defined]
     return dataclass(frozen=True, slots=True, kw_only=True)(cls)

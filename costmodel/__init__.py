@@ -1,4 +1,2 @@
 if __name__ != "autopiper.costmodel":
-    raise ImportError(
-        "import this as autopiper.costmodel, not as costmodel: the folder is linked into the package"
-    )
+    raise ImportError("import this as autopiper.costmodel, not as costmodel: the folder is linked into the package")

@@ -1,4 +1,2 @@
 if __name__ != "autopiper.runtime":
-    raise ImportError(
-        "import this as autopiper.runtime, not as runtime: the folder is linked into the package"
-    )
+    raise ImportError("import this as autopiper.runtime, not as runtime: the folder is linked into the package")

@@ -67,13 +67,9 @@ class DeviceType:
                     f"allowed: {', '.join(PRECISIONS)}"
                 )
             if not peak > 0:
-                raise ClusterError(
-                    f"device type '{self.name}': peak of {precision} is {peak}; it must be above zero"
-                )
+                raise ClusterError(f"device type '{self.name}': peak of {precision} is {peak}; it must be above zero")
         if self.platform not in ("cuda", "rocm", "cpu"):
-            raise ClusterError(
-                f"device type '{self.name}': platform is '{self.platform}'; allowed: cuda, rocm, cpu"
-            )
+            raise ClusterError(f"device type '{self.name}': platform is '{self.platform}'; allowed: cuda, rocm, cpu")
 
     def supports(self, precision: str) -> bool:
         """Whether the device computes in `precision` at all."""
@@ -152,13 +148,9 @@ class Cluster:
                 raise ClusterError(
                     f"node '{node.name}' has {len(node.domains)} domains for {len(self.tiers)} tiers; give one name each"
                 )
-        platforms = {
-            t.platform for t in self.device_types if t.name in {d for n in self.nodes for d in n.devices}
-        }
+        platforms = {t.platform for t in self.device_types if t.name in {d for n in self.nodes for d in n.devices}}
         if {"cuda", "rocm"} <= platforms:
-            raise ClusterError(
-                f"cluster '{self.name}' mixes CUDA and ROCm devices; one job runs on one of them"
-            )
+            raise ClusterError(f"cluster '{self.name}' mixes CUDA and ROCm devices; one job runs on one of them")
 
     @property
     def num_devices(self) -> int:
@@ -192,9 +184,7 @@ class Cluster:
             if device_type.name == name:
                 return device_type
         names = [t.name for t in self.device_types]
-        raise ClusterError(
-            f"device type '{name}' is unknown{nearest(name, names)}; allowed: {', '.join(names)}"
-        )
+        raise ClusterError(f"device type '{name}' is unknown{nearest(name, names)}; allowed: {', '.join(names)}")
 
     def counts(self) -> dict[str, int]:
         """Return how many devices there are of each type, in order of appearance."""
@@ -205,9 +195,7 @@ class Cluster:
         node_a, node_b = self.device(a).node, self.device(b).node
         if node_a == node_b:
             return "node"
-        for tier, x, y in zip(
-            self.tiers, self.nodes[node_a].domains, self.nodes[node_b].domains, strict=True
-        ):
+        for tier, x, y in zip(self.tiers, self.nodes[node_a].domains, self.nodes[node_b].domains, strict=True):
             if x != y:
                 return tier.name
         return "network"

@@ -91,9 +91,7 @@ class Block:
         ):  # fmt: skip
             value = getattr(self, field)
             if not (value >= 0 and math.isfinite(value)):
-                raise ModelError(
-                    f"block '{self.name}': {field} is {value}; it must be zero or more and finite"
-                )
+                raise ModelError(f"block '{self.name}': {field} is {value}; it must be zero or more and finite")
         if self.segments != ("all",):
             raise ModelError(
                 f"block '{self.name}': segments is {self.segments}; only one segment, ('all',), can be planned yet"
@@ -160,9 +158,7 @@ class Model:
     @property
     def parameters(self) -> int:
         """All parameters, tied ones counted once."""
-        return sum(b.parameters for b in self.blocks) - sum(
-            t.parameters * (len(t.blocks) - 1) for t in self.tied
-        )
+        return sum(b.parameters for b in self.blocks) - sum(t.parameters * (len(t.blocks) - 1) for t in self.tied)
 
     @property
     def flops(self) -> float:
@@ -281,9 +277,7 @@ class Model:
             raise ModelError(f"num_blocks is {num_blocks}; it must be 1 or more")
         if kinds is not None and len(kinds) != num_blocks:
             raise ModelError(f"kinds has {len(kinds)} names for {num_blocks} blocks; give one each")
-        blocks = tuple(
-            Block(name=f"layer{i}", kind=kinds[i] if kinds else f"layer{i}") for i in range(num_blocks)
-        )
+        blocks = tuple(Block(name=f"layer{i}", kind=kinds[i] if kinds else f"layer{i}") for i in range(num_blocks))
         edges = tuple(
             Edge(source=i, target=i + 1, tensors=(TensorSpec(name="hidden", shape=(0,)),))
             for i in range(num_blocks - 1)

@@ -61,9 +61,7 @@ class BlockCost:
         ):  # fmt: skip
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise CostError(
-                    f"{name} of block kind '{self.kind}' is {value}; it must be zero or more and finite"
-                )
+                raise CostError(f"{name} of block kind '{self.kind}' is {value}; it must be zero or more and finite")
         if self.samples < 1 or self.tensor_parallel_size < 1:
             raise CostError(f"block kind '{self.kind}': samples and tensor_parallel_size must be 1 or more")
 
@@ -117,9 +115,7 @@ class CostTable:
         keys = [(b.kind, b.device_type, b.tensor_parallel_size, b.samples) for b in self.blocks]
         if len(set(keys)) != len(keys):
             twice = next(k for k in keys if keys.count(k) > 1)
-            raise CostError(
-                f"two prices for (kind, device type, tensor-parallel size, samples) = {twice}; keep one"
-            )
+            raise CostError(f"two prices for (kind, device type, tensor-parallel size, samples) = {twice}; keep one")
 
     def index(self) -> PriceIndex:
         """Return the look-up over these prices; make it once and keep it, it caches."""
@@ -134,10 +130,7 @@ class CostTable:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None and theirs is not None and mine != theirs:
                 raise CostError(f"cannot merge prices for {name} {mine!r} with prices for {theirs!r}")
-        blocks = {
-            (b.kind, b.device_type, b.tensor_parallel_size, b.samples): b
-            for b in (*self.blocks, *other.blocks)
-        }
+        blocks = {(b.kind, b.device_type, b.tensor_parallel_size, b.samples): b for b in (*self.blocks, *other.blocks)}
         links = {link.tier: link for link in (*self.links, *other.links)}
         return replace(
             self,
@@ -189,15 +182,11 @@ class CostTable:
         }  # fmt: skip
         for name, values in given.items():
             if values is not None and len(values) != n:
-                raise CostError(
-                    f"{name} has {len(values)} values for {n} blocks (forward_s has {n}); give one each"
-                )
+                raise CostError(f"{name} has {len(values)} values for {n} blocks (forward_s has {n}); give one each")
         if backward_s is None and (backward_input_s is None or backward_weight_s is None):
             raise CostError("give backward_s, or both backward_input_s and backward_weight_s")
         zero = [0.0] * n
-        fused = backward_s or [
-            i + w for i, w in zip(backward_input_s or zero, backward_weight_s or zero, strict=True)
-        ]
+        fused = backward_s or [i + w for i, w in zip(backward_input_s or zero, backward_weight_s or zero, strict=True)]
         inputs = backward_input_s or [b / 2 for b in fused]
         weights = backward_weight_s or [b - i for b, i in zip(fused, inputs, strict=True)]
         return CostTable(
@@ -231,9 +220,7 @@ class PriceIndex:
         self.costs = costs
         self._curves: dict[tuple[str, str, int], list[BlockCost]] = {}
         for entry in costs.blocks:
-            self._curves.setdefault((entry.kind, entry.device_type, entry.tensor_parallel_size), []).append(
-                entry
-            )
+            self._curves.setdefault((entry.kind, entry.device_type, entry.tensor_parallel_size), []).append(entry)
         for curve in self._curves.values():
             curve.sort(key=lambda e: e.samples)
         self._cache: dict[tuple[str, str, int, int], BlockCost] = {}

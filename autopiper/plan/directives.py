@@ -153,7 +153,7 @@ def pipeline(index: int, micro_batch_sizes: Sequence[int]) -> PipelineDirective:
 
 def cut(pipeline: int, stage: int, *, blocks: tuple[int, int]) -> CutDirective:
     """Give blocks [start, stop) to stage `stage` of pipeline `pipeline`."""
-    return CutDirective(pipeline=pipeline, stage=stage, blocks=tuple(blocks))
+    return CutDirective(pipeline=pipeline, stage=stage, blocks=(blocks[0], blocks[1]))
 
 
 def place(filter: Filter, devices: Sequence[int], *, stream: str | None = None) -> PlaceDirective:
@@ -234,9 +234,7 @@ def slices(filter: Filter, slices: Sequence[Sequence[int]]) -> SlicesDirective:
 
 def recompute(filter: Filter, blocks: Sequence[str] | str) -> RecomputeDirective:
     """Choose "none", "selective" or "full" for every block of the matched stages, or one word for all."""
-    return RecomputeDirective(
-        filter=dict(filter), blocks=blocks if isinstance(blocks, str) else tuple(blocks)
-    )
+    return RecomputeDirective(filter=dict(filter), blocks=blocks if isinstance(blocks, str) else tuple(blocks))
 
 
 def buckets(filter: Filter, *, bucket_bytes: int) -> BucketsDirective:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -67,14 +68,12 @@ def _from_text(text: ProgramText) -> Program:
     return Program(ranks=text.ranks, devices=text.devices, places=places, streams=streams)
 
 
-@cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _dump(value: Any) -> dict[str, Any]:
-    # By way of text, because only there pydantic writes infinity as "Infinity".
-    dumped: dict[str, Any] = json.loads(_adapter(type(value)).dump_json(value))
+    # By way of text, where infinity is a constant that becomes the string "Infinity": standard JSON has no such number.
+    dumped: dict[str, Any] = json.loads(_adapter(type(value)).dump_json(value), parse_constant=str)
     return dumped
 
 
@@ -82,13 +81,10 @@ def encode(kind: str, value: Any) -> dict[str, Any]:
     """Return the JSON object of a plan or cost table."""
     head = {"autopiper": kind, "schema_version": SCHEMA_VERSION}
     if isinstance(value, Plan):
-        bare = _adapter(Plan).dump_python(replace(value, programs=()), mode="json")
-        bare["programs"] = [
-            _adapter(ProgramText).dump_python(_to_text(p), mode="json") for p in value.programs
-        ]
-        return head | bare
-    dumped: dict[str, Any] = _adapter(type(value)).dump_python(value, mode="json")
-    return head | dumped
+        body = _dump(replace(value, programs=()))
+        body["programs"] = [_dump(_to_text(p)) for p in value.programs]
+        return head | body
+    return head | _dump(value)
 
 
 def _explain(error: ValidationError, cls: type[Any]) -> list[str]:
@@ -111,9 +107,7 @@ def decode(content: Any, kind: str, cls: type[T], error: type[AutoPiperError], w
     """Check the JSON object of a plan or cost table and make the value. Raises `error` naming each wrong field."""
     if not isinstance(content, dict) or content.get("autopiper") != kind:
         found = content.get("autopiper", "nothing") if isinstance(content, dict) else type(content).__name__
-        raise error(
-            f"{where} is not an AutoPiper {kind} file: its key 'autopiper' says {found!r}, expected '{kind}'"
-        )
+        raise error(f"{where} is not an AutoPiper {kind} file: its key 'autopiper' says {found!r}, expected '{kind}'")
     version = content.get("schema_version")
     if version != SCHEMA_VERSION:
         raise error(f"{where}: schema_version is {version!r}; this AutoPiper reads {SCHEMA_VERSION}")
@@ -125,9 +119,7 @@ def decode(content: Any, kind: str, cls: type[T], error: type[AutoPiperError], w
             return replace(plan, programs=tuple(_from_text(t) for t in texts))  # type: ignore[return-value]
         value: T = _adapter(cls).validate_python(body)
     except ValidationError as fault:
-        raise error(
-            f"{where} is not a valid {kind} file:\n  - " + "\n  - ".join(_explain(fault, cls))
-        ) from None
+        raise error(f"{where} is not a valid {kind} file:\n  - " + "\n  - ".join(_explain(fault, cls))) from None
     except AutoPiperError as fault:
         raise error(f"{where} is not a valid {kind} file: {fault}") from None
     return value

@@ -45,11 +45,7 @@ class Space:
             sizes = getattr(self, field)
             if sizes is not None and (not sizes or min(sizes) < 1):
                 raise PlanError(f"space.{field} is {sizes}; give sizes of 1 or more")
-        if self.min_pipelines < 1 or (
-            self.max_pipelines is not None and self.max_pipelines < self.min_pipelines
-        ):
-            raise PlanError(
-                f"space allows {self.min_pipelines}..{self.max_pipelines} pipelines; the range is empty"
-            )
+        if self.min_pipelines < 1 or (self.max_pipelines is not None and self.max_pipelines < self.min_pipelines):
+            raise PlanError(f"space allows {self.min_pipelines}..{self.max_pipelines} pipelines; the range is empty")
         if self.max_stages is not None and self.max_stages < 1:
             raise PlanError(f"space.max_stages is {self.max_stages}; it must be 1 or more")

@@ -32,9 +32,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if not self.members or len({len(m) for m in self.members}) != 1 or not self.members[0]:
-            raise PlanError(
-                f"group members {self.members} must be one or more, of equal tensor-parallel size"
-            )
+            raise PlanError(f"group members {self.members} must be one or more, of equal tensor-parallel size")
         for name in ("context_parallel_size", "expert_parallel_size"):
             if getattr(self, name) != 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; only 1 can be planned yet")
@@ -62,9 +60,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise PlanError(
-                f"stage [{self.start}, {self.stop}) is empty or negative; a stage holds at least one block"
-            )
+            raise PlanError(f"stage [{self.start}, {self.stop}) is empty or negative; a stage holds at least one block")
         if len(self.recompute) != self.stop - self.start:
             raise PlanError(
                 f"stage [{self.start}, {self.stop}) has {self.stop - self.start} blocks but {len(self.recompute)} recompute choices"
@@ -146,8 +142,7 @@ class Strategy:
         out.append(d.replicate({}))
         out.append(d.buckets({}, bucket_bytes=self.bucket_bytes))
         out.extend(
-            d.OrderDirective(schedule=s.family, pipelines=s.pipelines, parameters=s.parameters)
-            for s in self.schedules
+            d.OrderDirective(schedule=s.family, pipelines=s.pipelines, parameters=s.parameters) for s in self.schedules
         )
         return tuple(out)
 

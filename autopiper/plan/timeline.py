@@ -116,8 +116,4 @@ class Timeline:
     @property
     def mfu(self) -> float:
         """Model FLOPs over the peak of the used devices."""
-        return (
-            self.model_flops / self.step_time_s / self.peak_flops
-            if self.step_time_s and self.peak_flops
-            else 0.0
-        )
+        return self.model_flops / self.step_time_s / self.peak_flops if self.step_time_s and self.peak_flops else 0.0

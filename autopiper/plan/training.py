@@ -48,14 +48,10 @@ class Training:
                 f"optimizer '{self.optimizer}' is unknown{nearest(self.optimizer, OPTIMIZER_STATES)}; "
                 f"allowed: {', '.join(OPTIMIZER_STATES)}"
             )
-        if self.clip_grad_norm is not None and not (
-            self.clip_grad_norm > 0 and math.isfinite(self.clip_grad_norm)
-        ):
+        if self.clip_grad_norm is not None and not (self.clip_grad_norm > 0 and math.isfinite(self.clip_grad_norm)):
             raise PlanError(f"clip_grad_norm is {self.clip_grad_norm}; it must be above zero, or None")
         if self.state_layout not in STATE_LAYOUTS:
-            raise PlanError(
-                f"state_layout '{self.state_layout}' is unknown; allowed: {', '.join(STATE_LAYOUTS)}"
-            )
+            raise PlanError(f"state_layout '{self.state_layout}' is unknown; allowed: {', '.join(STATE_LAYOUTS)}")
 
     def resolve(self, device_types: Iterable[DeviceType]) -> Training:
         """Return this training with a precision that all `device_types` support, and why it was chosen.
@@ -87,9 +83,7 @@ class Training:
                 if precision == "fp16":
                     reason += "; with dynamic loss scaling"
                 return replace(self, precision=precision, precision_reason=reason)
-        raise PlanError(
-            f"the devices {', '.join(types)} have no precision in common; train on fewer kinds of them"
-        )
+        raise PlanError(f"the devices {', '.join(types)} have no precision in common; train on fewer kinds of them")
 
     @property
     def activation_bytes(self) -> int:
