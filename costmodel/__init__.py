@@ -1,2 +1,8 @@
+"""What things cost: analytic prices, collectives, memory, and the simulator. Never imports torch."""
+
 if __name__ != "autopiper.costmodel":
     raise ImportError("import this as autopiper.costmodel, not as costmodel: the folder is linked into the package")
+
+from autopiper.costmodel.price import price
+
+__all__ = ["price"]

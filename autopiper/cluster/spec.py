@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -125,8 +124,26 @@ class Device:
     type: DeviceType
 
 
+class _Layout:
+    """Where each device stands and what joins each pair of nodes, worked out once per cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        types = {t.name: t for t in cluster.device_types}
+        flat = [(n, name) for n, node in enumerate(cluster.nodes) for name in node.devices]
+        self.devices = tuple(Device(id=i, node=n, type=types[name]) for i, (n, name) in enumerate(flat))
+        self.starts = (0, *accumulate(len(n.devices) for n in cluster.nodes))
+        self.ways: dict[tuple[int, int], tuple[str, Link]] = {}
+
+
+class _WithLayout:
+    """Room for the layout beside the fields of a frozen, slotted dataclass: no part of equality, copies or files."""
+
+    __slots__ = ("_layout",)
+    _layout: _Layout
+
+
 @data
-class Cluster:
+class Cluster(_WithLayout):
     """Nodes of devices and what joins them."""
 
     name: str
@@ -157,26 +174,30 @@ class Cluster:
         """Devices in the cluster."""
         return sum(len(n.devices) for n in self.nodes)
 
-    def _starts(self) -> list[int]:
-        return [0, *accumulate(len(n.devices) for n in self.nodes)]
+    def _laid_out(self) -> _Layout:
+        # The simulator asks for devices and links by the million; a field would show in files and comparisons.
+        try:
+            return self._layout
+        except AttributeError:
+            object.__setattr__(self, "_layout", _Layout(self))
+            return self._layout
 
     def device(self, device_id: int) -> Device:
         """Return the device with this id. Raises ClusterError outside 0..num_devices-1."""
-        starts = self._starts()
-        if not 0 <= device_id < starts[-1]:
+        devices = self._laid_out().devices
+        if not 0 <= device_id < len(devices):
             raise ClusterError(
-                f"device {device_id} does not exist; cluster '{self.name}' has devices 0..{starts[-1] - 1}"
+                f"device {device_id} does not exist; cluster '{self.name}' has devices 0..{len(devices) - 1}"
             )
-        node = bisect_right(starts, device_id) - 1
-        return Device(
-            id=device_id, node=node, type=self.device_type(self.nodes[node].devices[device_id - starts[node]])
-        )
+        return devices[device_id]
 
     def devices(self) -> tuple[Device, ...]:
         """Return every device, by id."""
-        types = {t.name: t for t in self.device_types}
-        flat = [(n, name) for n, node in enumerate(self.nodes) for name in node.devices]
-        return tuple(Device(id=i, node=n, type=types[name]) for i, (n, name) in enumerate(flat))
+        return self._laid_out().devices
+
+    def first_device(self, node: int) -> int:
+        """Return the id of the first device of a node, by the node's position."""
+        return self._laid_out().starts[node]
 
     def device_type(self, name: str) -> DeviceType:
         """Return the device type of this name. Raises ClusterError with the nearest name."""
@@ -192,29 +213,30 @@ class Cluster:
 
     def tier(self, a: int, b: int) -> str:
         """Name what two devices talk over: "node" inside one, a tier's name, or "network" where no tier is given."""
-        node_a, node_b = self.device(a).node, self.device(b).node
-        if node_a == node_b:
-            return "node"
-        for tier, x, y in zip(self.tiers, self.nodes[node_a].domains, self.nodes[node_b].domains, strict=True):
-            if x != y:
-                return tier.name
-        return "network"
+        return self._way(a, b)[0]
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two devices: per device inside a node, per *node* (all its interfaces) between nodes."""
-        node_a, node_b = self.nodes[self.device(a).node], self.nodes[self.device(b).node]
-        name = self.tier(a, b)
-        if name == "node":
-            return node_a.intra
-        ends = (node_a.network, node_b.network)
-        bytes_per_s, latency_s = min(e.bytes_per_s for e in ends), max(e.latency_s for e in ends)
-        for tier in self.tiers:
-            if tier.name == name:
-                bytes_per_s, latency_s = (
-                    min(bytes_per_s, tier.link.bytes_per_s),
-                    latency_s + tier.link.latency_s,
+        return self._way(a, b)[1]
+
+    def _way(self, a: int, b: int) -> tuple[str, Link]:
+        pair = (self.device(a).node, self.device(b).node)
+        ways = self._laid_out().ways
+        if pair not in ways:
+            ways[pair] = self._find_way(self.nodes[pair[0]], self.nodes[pair[1]], same=pair[0] == pair[1])
+        return ways[pair]
+
+    def _find_way(self, a: Node, b: Node, *, same: bool) -> tuple[str, Link]:
+        if same:
+            return "node", a.intra
+        bytes_per_s = min(a.network.bytes_per_s, b.network.bytes_per_s)
+        latency_s = max(a.network.latency_s, b.network.latency_s)
+        for tier, x, y in zip(self.tiers, a.domains, b.domains, strict=True):
+            if x != y:
+                return tier.name, Link(
+                    bytes_per_s=min(bytes_per_s, tier.link.bytes_per_s), latency_s=latency_s + tier.link.latency_s
                 )
-        return Link(bytes_per_s=bytes_per_s, latency_s=latency_s)
+        return "network", Link(bytes_per_s=bytes_per_s, latency_s=latency_s)
 
     def fingerprint(self, device_ids: Iterable[int] | None = None) -> str:
         """16 hex digits of the cluster, or of the types of the devices named."""
