@@ -1,0 +1,226 @@
+"""The verbs: functions from models, clusters and strategies to prices, plans and timelines.
+
+Everything heavy is imported where it is used, so that `import autopiper` stays light.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopiper.cluster.spec import Cluster
+from autopiper.errors import AutoPiperError, CostError, PlanError
+from autopiper.inputs import as_cluster, as_model, as_training
+from autopiper.model.spec import Model
+from autopiper.plan.costs import CostTable
+from autopiper.plan.plan import Plan
+from autopiper.plan.space import Space
+from autopiper.plan.strategy import Strategy
+from autopiper.plan.timeline import Timeline
+from autopiper.plan.training import Training
+
+if TYPE_CHECKING:
+    from autopiper.inputs import ClusterLike, ModelLike
+    from autopiper.ir import TrainingGraph
+    from autopiper.plan.actions import Program
+
+GIB = 2**30
+SAME = 1e-9
+"""Two runs of the simulator over equal Programs and prices agree to this; a stored prediction must too."""
+
+
+def price(model: ModelLike, cluster: ClusterLike, training: Training | None = None) -> CostTable:
+    """Price every block and link by formula. `training=None`: the model's published batch, the best common precision."""
+    from autopiper.costmodel import price as analytic
+
+    model, cluster = as_model(model), as_cluster(cluster)
+    training, _ = as_training(training, None, model, cluster)
+    return analytic(model, cluster, training)
+
+
+def _lowered(
+    given: Strategy | Plan, model: Model | None, cluster: Cluster | None, costs: CostTable | None
+) -> tuple[TrainingGraph, tuple[Program, ...], CostTable]:
+    """Build and lower what was given; a plan brings its own model, cluster and costs."""
+    from autopiper import ir
+    from autopiper.costmodel import price as analytic
+
+    if isinstance(given, Plan):
+        if model is not None or cluster is not None:
+            raise PlanError("a plan brings its own model and cluster; give only costs beside it")
+        strategy, model, cluster, costs = given.strategy, given.model, given.cluster, costs or given.costs
+    elif isinstance(given, Strategy):
+        if model is None or cluster is None:
+            lacking = " and ".join(n for n, v in (("model", model), ("cluster", cluster)) if v is None)
+            raise PlanError(f"a strategy does not name its {lacking}; give {lacking} beside it")
+        strategy = given
+    else:
+        raise PlanError(f"expected a Strategy or a Plan, got a {type(given).__name__}")
+    graph = ir.build(strategy, model, cluster)
+    if costs is None:
+        largest = max(max(row) for stage in graph.stages() for row in stage.slices)
+        costs = analytic(model, cluster, graph.training, max_samples=largest)
+    for name in ("precision", "optimizer"):
+        priced, trained = getattr(costs, name), getattr(graph.training, name)
+        if priced is not None and priced != trained:
+            raise CostError(
+                f"the costs hold for {name} '{priced}', the strategy trains with '{trained}'; price it again"
+            )
+    return graph, tuple(ir.lower(graph)), costs
+
+
+def simulate(
+    strategy_or_plan: Strategy | Plan,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    costs: CostTable | None = None,
+) -> Timeline:
+    """Walk one training step and say when everything happens. `costs=None`: the plan's, else `price`."""
+    from autopiper import costmodel
+
+    graph, programs, costs = _lowered(strategy_or_plan, model, cluster, costs)
+    return costmodel.simulate(graph, programs, costs)
+
+
+def verify(
+    strategy_or_plan: Strategy | Plan,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    costs: CostTable | None = None,
+) -> tuple[str, ...]:
+    """Prove structure and memory; for a plan also that its programs and predictions follow from its strategy.
+
+    Returns what was proved, in words. Raises PlanError with every fault.
+    """
+    from autopiper import costmodel, ir
+
+    graph, programs, prices = _lowered(strategy_or_plan, model, cluster, costs)
+    proved = list(ir.verify(graph, programs))
+    timeline = costmodel.simulate(graph, programs, prices)
+    faults = list(_memory_faults(timeline, graph.cluster))
+    if isinstance(strategy_or_plan, Plan):
+        faults += _differences(strategy_or_plan, programs, timeline, predictions=costs is None)
+    if faults:
+        raise PlanError("the plan does not hold:", faults)
+    fullest, device = max(
+        (lane.peak_memory_bytes / graph.cluster.device(d).type.usable_bytes, d)
+        for lane in timeline.lanes
+        for d in lane.devices
+    )
+    proved.append(f"memory fits by the costs given: the fullest device, {device}, is {fullest:.0%} full")
+    if isinstance(strategy_or_plan, Plan):
+        proved.append("the stored programs are what the strategy lowers to")
+        if costs is None:
+            proved.append("the stored step time, makespan and memory are what the simulator finds")
+    return tuple(proved)
+
+
+def _memory_faults(timeline: Timeline, cluster: Cluster) -> Iterable[str]:
+    for lane in timeline.lanes:
+        for id in lane.devices:
+            limit = cluster.device(id).type.usable_bytes
+            if lane.peak_memory_bytes > limit:
+                yield (
+                    f"device {id} ({cluster.device(id).type.name}) needs {lane.peak_memory_bytes / GIB:.2f} GiB at its peak, "
+                    f"of which {lane.static_memory_bytes / GIB:.2f} GiB are weights, gradients and optimizer states; "
+                    f"it has {limit / GIB:.2f} GiB: {(lane.peak_memory_bytes - limit) / GIB:.2f} GiB too much"
+                )
+
+
+def _differences(plan: Plan, programs: Sequence[Program], timeline: Timeline, *, predictions: bool) -> Iterable[str]:
+    """Say where a stored plan is not what its own strategy gives."""
+    if len(plan.programs) != len(programs):
+        yield f"the plan stores {len(plan.programs)} programs, its strategy lowers to {len(programs)}"
+    for stored, lowered in zip(plan.programs, programs, strict=False):
+        if stored == lowered:
+            continue
+        names = ", ".join(p.text for p in lowered.places)
+        where = next((s for s in lowered.streams if stored.streams.get(s) != lowered.streams[s]), "ranks or places")
+        pairs = zip(stored.streams.get(where, ()), lowered.streams.get(where, ()), strict=False)
+        first = next((f": it stores {a.text}, expected {b.text}" for a, b in pairs if a != b), "")
+        yield f"the program of {names} differs from what the strategy lowers to, in '{where}'{first}"
+    if predictions:
+        for name in ("step_time_s", "makespan_s"):
+            kept, found = getattr(plan, name), getattr(timeline, name)
+            if not math.isclose(kept, found, rel_tol=SAME):
+                yield f"{name} is stored as {kept:.9g}, the simulator finds {found:.9g}"
+        kept_bytes, found_bytes = plan.peak_memory_bytes, timeline.peak_memory_bytes
+        if len(kept_bytes) != len(found_bytes):
+            yield f"peak_memory_bytes is stored for {len(kept_bytes)} ranks, the plan has {len(found_bytes)}"
+        else:
+            for rank, (a, b) in enumerate(zip(kept_bytes, found_bytes, strict=True)):
+                if not math.isclose(a, b, rel_tol=SAME):
+                    yield f"peak_memory_bytes of rank {rank} is stored as {a:.9g}, the simulator finds {b:.9g}"
+
+
+def _refuse(name: str, came: Any, allowed: str) -> None:
+    raise PlanError(f"{name} is {came!r}; this version allows {allowed}")
+
+
+def optimize(
+    model: ModelLike,
+    cluster: ClusterLike,
+    *,
+    training: Training | None = None,
+    global_batch_size: int | None = None,
+    sequence_length: int | None = None,
+    example_inputs: Any = None,
+    costs: CostTable | None = None,
+    space: Space | None = None,
+    objective: str | tuple[str, ...] = "step_time",
+    baseline: Strategy | None = None,
+    timeout: float | None = None,
+    n_trials: int | None = None,
+    seed: int = 0,
+    study_name: str | None = None,
+    storage: str | None = None,
+    load_if_exists: bool = False,
+    num_workers: int = 1,
+    callbacks: Sequence[Callable[..., None]] = (),
+    show_progress_bar: bool = False,
+    run_dir: str | Path | None = None,
+) -> Plan:
+    """Find the plan with the shortest step time, and say how far it may be from the best possible.
+
+    `model` and `cluster` may be what their constructors take: an nn.Module with `example_inputs`, a preset's name, a
+    config.json; a cluster file, "local". `global_batch_size=None`: the published one of the preset, else an assumption
+    that the plan's notes state. `timeout` in seconds. With `run_dir`, plan.json, resolved.toml and log.txt go there.
+    Raises ModelError, ClusterError, CostError or PlanError for wrong input, InfeasibleError where nothing fits.
+    """
+    from autopiper.run_directory import RunDirectory
+
+    if objective != "step_time":
+        _refuse("objective", objective, "'step_time'")
+    for name, came, allowed in (
+        ("study_name", study_name, None), ("storage", storage, None), ("load_if_exists", load_if_exists, False),
+        ("num_workers", num_workers, 1), ("callbacks", tuple(callbacks), ()),
+    ):  # fmt: skip
+        if came != allowed:
+            _refuse(name, came, f"{allowed!r}: a search runs in one process and keeps no study yet")
+    if timeout is not None and not timeout > 0:
+        _refuse("timeout", timeout, "seconds above zero, or None")
+    if n_trials is not None and n_trials < 1:
+        _refuse("n_trials", n_trials, "1 or more, or None")
+
+    model = as_model(model, sequence_length=sequence_length, example_inputs=example_inputs)
+    cluster = as_cluster(cluster)
+    training, notes = as_training(training, global_batch_size, model, cluster, costs)
+    space = space or Space()
+    with RunDirectory(run_dir, show=show_progress_bar) as run:
+        run.resolved(model, cluster, training, costs, space, notes, timeout=timeout, n_trials=n_trials, seed=seed)
+        try:
+            from autopiper.search import search
+
+            plan = search(
+                model, cluster, training, costs or price(model, cluster, training), space,
+                baseline=baseline, timeout=timeout, n_trials=n_trials, seed=seed, progress=run.log,
+            )  # fmt: skip
+        except (AutoPiperError, KeyboardInterrupt) as fault:
+            run.log(f"stopped: {type(fault).__name__}: {fault}")
+            raise
+        plan = replace(plan, notes=(*notes, *plan.notes))
+        run.plan(plan)
+    return plan

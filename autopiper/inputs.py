@@ -1,0 +1,121 @@
+"""What a person may hand to the verbs: a model, a cluster and a training in any form that a constructor takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopiper.cluster.spec import Cluster
+from autopiper.errors import ClusterError, ModelError, PlanError, nearest
+from autopiper.model.spec import Model
+from autopiper.plan.costs import CostTable
+from autopiper.plan.training import Training
+
+if TYPE_CHECKING:
+    import torch
+
+    ModelLike = Model | torch.nn.Module | Mapping[str, Any] | str | Path
+ClusterLike = Cluster | str | Path
+
+ASSUMED_SAMPLES_PER_DEVICE = 16
+"""Global batch per device where nobody says one: enough micro-batches to fill a pipeline, and a round number."""
+
+
+def as_model(given: ModelLike, *, sequence_length: int | None = None, example_inputs: Any = None) -> Model:
+    """Return the Model that `given` means: a Model, an nn.Module, a preset's name, a config.json (path, folder or dict).
+
+    Raises ModelError where it is none of these, or where an argument does not belong to it.
+    """
+    # A torch module is known by its shape, so that plain presets never pay for importing torch.
+    is_module = hasattr(given, "named_parameters") and hasattr(given, "forward")
+    if is_module and example_inputs is None:
+        raise ModelError(
+            "an nn.Module needs example_inputs: the args tuple or kwargs dict of a batch of one sample, "
+            "e.g. example_inputs={'input_ids': torch.zeros(1, 4096, dtype=torch.long)}"
+        )
+    if not is_module and example_inputs is not None:
+        raise ModelError(f"example_inputs belongs to an nn.Module; the model given is a {type(given).__name__}")
+    if isinstance(given, Model):
+        return given if sequence_length is None else given.with_sequence_length(sequence_length)
+    if is_module:
+        described = Model.from_module(given, example_inputs)  # type: ignore[arg-type]
+        return described if sequence_length is None else described.with_sequence_length(sequence_length)
+    if isinstance(given, Mapping):
+        return Model.from_config(given, sequence_length=sequence_length)
+    if not isinstance(given, (str, Path)):
+        raise ModelError(
+            f"model is a {type(given).__name__}; allowed: a Model, an nn.Module, a preset's name, or a config.json as path or dict"
+        )
+    path = Path(given)
+    if str(given) not in Model.presets():
+        if path.is_dir():
+            return Model.from_config(path / "config.json", sequence_length=sequence_length)
+        if path.is_file() or path.suffix == ".json" or isinstance(given, Path):
+            return Model.from_config(path, sequence_length=sequence_length)
+    return Model.from_preset(str(given), sequence_length=sequence_length)
+
+
+def as_cluster(given: ClusterLike) -> Cluster:
+    """Return the Cluster that `given` means: a Cluster, the path of a cluster file, or "local" (this machine).
+
+    Raises ClusterError where there is no such file, with the nearest one beside it.
+    """
+    if isinstance(given, Cluster):
+        return given
+    if not isinstance(given, (str, Path)):
+        raise ClusterError(
+            f"cluster is a {type(given).__name__}; allowed: a Cluster, the path of a TOML file, or 'local'"
+        )
+    if str(given) == "local":
+        return Cluster.local()
+    path = Path(given)
+    if not path.is_file():
+        beside = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise ClusterError(
+            f"cluster file '{given}' does not exist{nearest(str(path), beside)}; give the path of a TOML file, or 'local'"
+        )
+    return Cluster.from_file(path)
+
+
+def as_training(
+    training: Training | None,
+    global_batch_size: int | None,
+    model: Model,
+    cluster: Cluster,
+    costs: CostTable | None = None,
+) -> tuple[Training, tuple[str, ...]]:
+    """Return the Training with batch and precision settled, and notes on everything that was assumed.
+
+    The precision is the one asked for, else the one that `costs` hold for, else the best that every device supports.
+    Raises PlanError where two answers contradict each other or a device lacks the precision.
+    """
+    notes: list[str] = []
+    if training is None:
+        size = global_batch_size
+        if size is None and model.global_batch_size is not None:
+            size = model.global_batch_size
+            notes.append(f"global_batch_size was not given: {size}, the published one of {model.source}")
+        elif size is None:
+            size = ASSUMED_SAMPLES_PER_DEVICE * cluster.num_devices
+            notes.append(
+                f"global_batch_size was not given and model '{model.name}' has no published one: assumed "
+                f"{ASSUMED_SAMPLES_PER_DEVICE} samples x {cluster.num_devices} devices = {size}"
+            )
+        training = Training(global_batch_size=size)
+    elif global_batch_size is not None and global_batch_size != training.global_batch_size:
+        raise PlanError(
+            f"global_batch_size is {global_batch_size}, but training says {training.global_batch_size}; give it once"
+        )
+    if costs is not None and costs.precision is not None:
+        if training.precision is None:
+            training = replace(
+                training, precision=costs.precision, precision_reason=f"what the costs hold for ({costs.source})"
+            )
+        elif training.precision != costs.precision:
+            raise PlanError(
+                f"training asks for precision '{training.precision}', but the costs hold for '{costs.precision}'; "
+                "price or profile again, or train in that precision"
+            )
+    return training.resolve(d.type for d in cluster.devices()), tuple(notes)

@@ -1,0 +1,112 @@
+"""The folder that a search leaves behind: plan.json, resolved.toml (what was settled, in words) and log.txt."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from autopiper.cluster.spec import Cluster
+from autopiper.errors import PlanError
+from autopiper.model.spec import Model
+from autopiper.plan.costs import CostTable
+from autopiper.plan.plan import Plan
+from autopiper.plan.space import Space
+from autopiper.plan.training import Training
+
+PLAN, RESOLVED, LOG = "plan.json", "resolved.toml", "log.txt"
+
+
+def _toml(value: Any) -> str:
+    """Write one TOML value; strings as JSON writes them, which TOML reads alike."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(k, ensure_ascii=False)} = {_toml(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _table(name: str, values: dict[str, Any]) -> str:
+    # TOML has no null: what nobody settled is left out.
+    return "\n".join([f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in values.items() if v is not None), ""])
+
+
+class RunDirectory:
+    """Writes the files of one search; with `path=None` it only shows progress, and with `show=False` not even that."""
+
+    def __init__(self, path: str | Path | None, *, show: bool = False) -> None:
+        self.path = None if path is None else Path(path)
+        self.show = show
+        self._began = time.monotonic()
+        self._log: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        if self.path is not None:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._log = (self.path / LOG).open("a")
+            except OSError as fault:
+                raise PlanError(f"cannot write to run_dir '{self.path}': {fault}") from None
+            self._log.write(f"# {datetime.now().astimezone().isoformat(timespec='seconds')}\n")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def log(self, message: str) -> None:
+        """Keep one line of progress, and show it on stderr where that was asked for."""
+        line = f"{time.monotonic() - self._began:7.1f} s  {message}"
+        if self._log is not None:
+            self._log.write(line + "\n")
+            self._log.flush()
+        if self.show:
+            print(line, file=sys.stderr, flush=True)
+
+    def resolved(
+        self,
+        model: Model,
+        cluster: Cluster,
+        training: Training,
+        costs: CostTable | None,
+        space: Space,
+        notes: Sequence[str],
+        **search: Any,
+    ) -> None:
+        """Write what the arguments came to mean, before the search starts."""
+        if self.path is None:
+            return
+        from autopiper.plan.file import write_text
+
+        tables = {
+            "model": {
+                "name": model.name, "source": model.source, "blocks": len(model.blocks),
+                "parameters": model.parameters, "sequence_length": model.sequence_length,
+                "fingerprint": model.fingerprint(),
+            },
+            "cluster": {
+                "name": cluster.name, "nodes": len(cluster.nodes), "devices": cluster.counts(),
+                "fingerprint": cluster.fingerprint(),
+            },
+            "training": asdict(training) | {"bytes_per_parameter": training.bytes_per_parameter},
+            "costs": {"source": costs.source if costs else "analytic"},
+            "search": {"objective": "step_time", **search},
+            "space": asdict(space),
+            "notes": {"lines": list(notes)},
+        }  # fmt: skip
+        text = "# What this search was asked, with everything left open settled. See log.txt for how it went.\n\n"
+        write_text(self.path / RESOLVED, text + "\n".join(_table(name, values) for name, values in tables.items()))
+
+    def plan(self, plan: Plan) -> None:
+        """Write the plan, whole or not at all."""
+        if self.path is not None:
+            plan.save(self.path / PLAN)
+            self.log(f"wrote {self.path / PLAN}")
