@@ -46,6 +46,7 @@ class RuntimeFault(AutoPiperError, RuntimeError):
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return " (did you mean 'x'?)" for the closest allowed word, or nothing where none is close."""
-    found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
-    return f" (did you mean '{found[0]}'?)" if found else ""
+    """Return " (did you mean 'x'?)" for the closest allowed word whatever its case, or nothing where none is close."""
+    by_lower = {w.lower(): w for w in allowed}
+    found = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.5)
+    return f" (did you mean '{by_lower[found[0]]}'?)" if found else ""
