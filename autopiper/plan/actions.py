@@ -80,7 +80,8 @@ _PATTERN = re.compile(
     r"(?:p(?P<pipeline>\d+):)?(?P<stage>\d+)(?P<compute>[FIWB])(?P<mb>\d+)"
     r"|(?:p(?P<tpipeline>\d+):)?(?P<tstage>\d+)(?P<transfer>SEND_F|RECV_F|SEND_B|RECV_B)(?P<tmb>\d+)"
     r"(?P<arrow>[<>])(?P<peer>\d+)\[(?P<start>\d+):(?P<stop>\d+)\]"
-    r"|g(?P<block>\d+)\.(?P<bucket>\d+)REDUCE_GRAD|g(?P<ublock>\d+)UPDATE|(?P<global>LOSS|NORM)"
+    r"|g(?P<block>\d+)\.(?P<bucket>\d+)REDUCE_GRAD|g(?P<ublock>\d+)UPDATE|(?P<global>LOSS|NORM)",
+    re.ASCII,
 )
 
 
