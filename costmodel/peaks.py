@@ -1,0 +1,89 @@
+"""Memory of one rank over the simulated step: parameters, activations from F to B or W, messages, workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopiper.costmodel.durations import Durations
+from autopiper.costmodel.memory import boundary_bytes, stage_kept_bytes, stage_workspace_bytes, static_bytes
+from autopiper.ir.graph import GraphStage, TrainingGraph
+from autopiper.ir.joint import Joint
+from autopiper.plan.actions import COMPUTE_STREAM, Program
+
+
+def memory(
+    graph: TrainingGraph,
+    program: Program,
+    number: int,
+    joint: Joint,
+    durations: Durations,
+    start: Sequence[float],
+    end: Sequence[float],
+) -> tuple[float, float, int]:
+    """Return (static bytes, peak bytes, peak live micro-batches) of the ranks of Program `number`.
+
+    Activations count from the start of F to the end of B (or W); a received message from the moment it arrives until
+    the pass that uses it is over; a sent one from the pass that made it until it has gone.
+    """
+    place = program.places[0]
+    stage = graph.stage(place)
+    tp = stage.tensor_parallel_size
+    device_type = durations.devices[program.devices[0]].type.name
+    static = static_bytes(graph.model, graph.training, durations.costs, stage.start, stage.stop, tp)
+    kept: dict[int, float] = {}
+    workspace = 0.0
+    for samples in {row[place.member] for row in stage.slices}:
+        args = (durations.prices, graph.model, device_type, tp, stage.start, stage.stop, stage.recompute, samples)
+        kept[samples] = stage_kept_bytes(*args)
+        workspace = max(workspace, stage_workspace_bytes(*args))
+    changes: list[tuple[float, int, float, int]] = []
+    """(when, releases first, bytes, micro-batches)"""
+
+    def hold(begin_s: float, until_s: float, num_bytes: float, live: int = 0) -> None:
+        changes.append((begin_s, 1, num_bytes, live))
+        changes.append((until_s, 0, -num_bytes, -live))
+
+    begun: dict[int, float] = {}
+    done: dict[tuple[str, int], float] = {}
+    for node in joint.streams.get((number, COMPUTE_STREAM), ()):
+        entry = joint.nodes[node]
+        mb = entry.actions[0].micro_batch
+        if mb is None:
+            continue
+        done[entry.kind, mb] = end[node]
+        if entry.kind == "F":
+            begun[mb] = start[node]
+        elif entry.kind in ("B", "W") and mb in begun:
+            hold(begun[mb], end[node], kept[stage.slices[mb][place.member]], 1)
+    for (owner, stream), nodes in joint.streams.items():
+        if owner != number or not nodes or joint.nodes[nodes[0]].kind != "TRANSFER":
+            continue
+        per_sample = _message_bytes(graph, stage, stream, joint, nodes[0], number, durations)
+        for node in nodes:
+            entry = joint.nodes[node]
+            action = entry.actions[entry.programs.index(number)]
+            low, high = action.samples or (0, 0)
+            mb = action.micro_batch or 0
+            passes = ("F",) if action.kind.endswith("F") else ("B", "I")
+            over = next((done[k, mb] for k in passes if (k, mb) in done), end[node])
+            if action.kind.startswith("SEND"):
+                hold(over, end[node], per_sample * (high - low))
+            else:
+                hold(start[node], max(over, end[node]), per_sample * (high - low))
+    total = peak = 0.0
+    live = most = 0
+    for _, _, num_bytes, count in sorted(changes, key=lambda c: (c[0], c[1])):
+        total, live = total + num_bytes, live + count
+        peak, most = max(peak, total), max(most, live)
+    return static, static + peak + workspace, most
+
+
+def _message_bytes(
+    graph: TrainingGraph, stage: GraphStage, stream: str, joint: Joint, node: int, number: int, durations: Durations
+) -> float:
+    """Bytes of one sample on a channel, on each tensor-parallel rank of its end."""
+    entry = joint.nodes[node]
+    action = entry.actions[entry.programs.index(number)]
+    below = action.kind in ("SEND_B", "RECV_F")
+    cut = stage.start if below else stage.stop
+    return boundary_bytes(graph.model, graph.training, durations.costs, cut)

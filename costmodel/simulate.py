@@ -1,0 +1,158 @@
+"""The simulator: walks the Programs, never a closed form, and says when everything happens and what it needs.
+
+Each stream keeps its order; a transfer starts when both ends are there, a collective when all its members are; compute
+never waits for a send. What is simulated is what is run: the same Programs, the same waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopiper.costmodel.durations import Durations
+from autopiper.costmodel.peaks import memory
+from autopiper.errors import PlanError
+from autopiper.ir.graph import TrainingGraph
+from autopiper.ir.joint import Joint, join
+from autopiper.plan.actions import COMPUTE_STREAM, Program
+from autopiper.plan.costs import CostTable
+from autopiper.plan.timeline import Event, Lane, RankTime, Timeline
+
+EXPOSED_KINDS = {
+    "TRANSFER": "send/recv",
+    "REDUCE_GRAD": "gradient reduction",
+    "LOSS": "loss and norm",
+    "NORM": "loss and norm",
+}
+
+
+def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable, *, events: bool = True) -> Timeline:
+    """Walk two consecutive steps; return the timeline of the first, with the period of the second.
+
+    `events=False` leaves the events of the timeline out, for a search that only ranks. Raises PlanError where the
+    Programs do not fit together (`ir.verify` says everything that is wrong), CostError where a price is missing.
+    """
+    joint = join(programs)
+    order, stuck = joint.topological()
+    if joint.faults or stuck:
+        circle = [f"{len(stuck)} actions wait for each other in a circle"] if stuck else []
+        raise PlanError("the Programs cannot be simulated", [*joint.faults, *circle])
+    durations = Durations(graph, programs, costs)
+    seconds = durations.all(joint)
+    below = _below(graph, programs, joint, durations)
+    start, end = _walk(joint, order, seconds, below, {})
+    carried: dict[int, float] = {}
+    for nodes in joint.streams.values():  # one node may open several streams
+        if nodes:
+            carried[nodes[0]] = max(carried.get(nodes[0], 0.0), end[nodes[-1]])
+    _, second = _walk(joint, order, seconds, below, carried)
+    makespan_s = max(end, default=0.0)
+    lanes = []
+    for number, program in enumerate(programs):
+        static, peak, live = memory(graph, program, number, joint, durations, start, end)
+        lanes.append(
+            Lane(
+                ranks=program.ranks,
+                devices=program.devices,
+                events=tuple(_events(number, joint, start, end)) if events else (),
+                peak_memory_bytes=peak,
+                static_memory_bytes=static,
+                peak_live_activations=live,
+                time=_rank_time(graph, program, number, joint, durations, start, end, makespan_s),
+            )
+        )
+    precision = graph.training.precision or "fp32"
+    types = [durations.devices[d].type for d in graph.devices()]
+    return Timeline(
+        step_time_s=max(second, default=0.0) - makespan_s,
+        makespan_s=makespan_s,
+        lanes=tuple(lanes),
+        global_batch_size=graph.training.global_batch_size,
+        tokens=graph.training.global_batch_size * graph.model.sequence_length,
+        model_flops=graph.training.global_batch_size * graph.model.flops,
+        peak_flops=sum(t.peak_flops.get(precision, 0.0) for t in types),
+        relative_error=durations.weighted_error_s / durations.compute_s if durations.compute_s else 0.0,
+    )
+
+
+def _below(
+    graph: TrainingGraph, programs: Sequence[Program], joint: Joint, durations: Durations
+) -> dict[tuple[int, int], float]:
+    """(node, block) -> seconds from the moment a backward has passed the block to its end, where a wait names it."""
+    found: dict[tuple[int, int], float] = {}
+    for waits in joint.waits:
+        for source, block in waits:
+            if block is not None and (source, block) not in found:
+                node = joint.nodes[source]
+                place = programs[node.programs[0]].places[0]
+                stage = graph.stage(place)
+                samples = stage.slices[node.actions[0].micro_batch or 0][place.member]
+                steps = durations.compute(node.kind, stage, place.member, samples)[2]
+                found[source, block] = steps[block - stage.start]
+    return found
+
+
+def _walk(
+    joint: Joint,
+    order: Sequence[int],
+    seconds: Sequence[float],
+    below: dict[tuple[int, int], float],
+    carried: dict[int, float],
+) -> tuple[list[float], list[float]]:
+    """Return start and end of every node; `carried` = earliest starts left over from the step before."""
+    start = [0.0] * len(joint.nodes)
+    end = [0.0] * len(joint.nodes)
+    for node in order:
+        at = carried.get(node, 0.0)
+        for source in joint.stream_before[node]:
+            at = max(at, end[source])
+        for source, block in joint.waits[node]:
+            ready = end[source] if block is None else end[source] - below[source, block]
+            at = max(at, ready)
+        start[node] = at
+        end[node] = at + seconds[node]
+    return start, end
+
+
+def _events(number: int, joint: Joint, start: Sequence[float], end: Sequence[float]) -> list[Event]:
+    found = []
+    for (program, stream), nodes in joint.streams.items():
+        if program == number:
+            for node in nodes:
+                entry = joint.nodes[node]
+                text = entry.actions[entry.programs.index(number)].text
+                found.append(Event(action=text, stream=stream, start_s=start[node], end_s=end[node]))
+    return sorted(found, key=lambda e: (e.start_s, e.end_s))
+
+
+def _rank_time(
+    graph: TrainingGraph,
+    program: Program,
+    number: int,
+    joint: Joint,
+    durations: Durations,
+    start: Sequence[float],
+    end: Sequence[float],
+    makespan_s: float,
+) -> RankTime:
+    """Say where the step of one Program went: a gap is exposed communication as far as what ended it was under way."""
+    place = program.places[0]
+    stage = graph.stage(place)
+    compute_s = recompute_s = now = 0.0
+    exposed: dict[str, float] = {}
+    for node in joint.streams.get((number, COMPUTE_STREAM), ()):
+        if start[node] > now:
+            sources = [s for s, block in joint.waits[node] if block is None and end[s] >= start[node]]
+            blame = next((s for s in sources if joint.nodes[s].kind in EXPOSED_KINDS), None)
+            if blame is not None and end[blame] > max(now, start[blame]):
+                kind = EXPOSED_KINDS[joint.nodes[blame].kind]
+                exposed[kind] = exposed.get(kind, 0.0) + start[node] - max(now, start[blame])
+        again = 0.0
+        entry = joint.nodes[node]
+        if entry.kind in ("B", "I"):
+            samples = stage.slices[entry.actions[0].micro_batch or 0][place.member]
+            again = durations.compute(entry.kind, stage, place.member, samples)[1]
+        recompute_s += again
+        compute_s += end[node] - start[node] - again
+        now = end[node]
+    bubble_s = makespan_s - compute_s - recompute_s - sum(exposed.values())
+    return RankTime(compute_s=compute_s, recompute_s=recompute_s, exposed_s=exposed, bubble_s=max(0.0, bubble_s))
