@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -87,13 +87,29 @@ def encode(kind: str, value: Any) -> dict[str, Any]:
     return head | _dump(value)
 
 
-def _explain(error: ValidationError, cls: type[Any]) -> list[str]:
+def _field_names(types: Iterable[Any], path: Sequence[int | str]) -> set[str]:
+    """Names of the fields allowed at `path`, walking down from these types; steps that are no field are passed over."""
+    classes: list[Any] = []
+    queue = list(types)
+    while queue:
+        each = queue.pop()
+        queue.extend(get_args(each))
+        if is_dataclass(each):
+            classes.append(each)
+    for at, step in enumerate(path):
+        hints = [get_type_hints(c)[step] for c in classes if step in {f.name for f in fields(c)}]
+        if hints:
+            return _field_names(hints, path[at + 1 :])
+    return {f.name for c in classes for f in fields(c)}
+
+
+def _explain(error: ValidationError, cls: Any, prefix: str = "") -> list[str]:
     """Turn pydantic's faults into lines that name the field, what came and the nearest right one."""
     lines = []
     for fault in error.errors()[:20]:
-        where = ".".join(str(part) for part in fault["loc"])
+        where = (prefix + ".".join(str(part) for part in fault["loc"])).rstrip(".")
         if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-            allowed = [f.name for f in fields(cls)] if is_dataclass(cls) and len(fault["loc"]) == 1 else []
+            allowed = _field_names([cls], fault["loc"][:-1])
             lines.append(f"{where}: unknown field{nearest(str(fault['loc'][-1]), allowed)}")
         elif isinstance(fault.get("ctx", {}).get("error"), AutoPiperError):
             lines.append(f"{where}: {fault['ctx']['error']}")
@@ -101,6 +117,15 @@ def _explain(error: ValidationError, cls: type[Any]) -> list[str]:
             came = repr(fault["input"])
             lines.append(f"{where}: {fault['msg']} (came: {came[:80]})")
     return lines
+
+
+def _programs(content: Any) -> tuple[ProgramText, ...]:
+    shape = tuple[ProgramText, ...]
+    try:
+        texts: tuple[ProgramText, ...] = _adapter(shape).validate_python(content)
+    except ValidationError as fault:
+        raise PlanError("its programs are wrong:", _explain(fault, shape, "programs.")) from None
+    return texts
 
 
 def decode(content: Any, kind: str, cls: type[T], error: type[AutoPiperError], where: str = "the text") -> T:
@@ -114,7 +139,7 @@ def decode(content: Any, kind: str, cls: type[T], error: type[AutoPiperError], w
     body = {k: v for k, v in content.items() if k not in ("autopiper", "schema_version")}
     try:
         if cls is Plan:
-            texts = _adapter(tuple[ProgramText, ...]).validate_python(body.get("programs"))
+            texts = _programs(body.get("programs"))
             plan: Plan = _adapter(Plan).validate_python(body | {"programs": ()})
             return replace(plan, programs=tuple(_from_text(t) for t in texts))  # type: ignore[return-value]
         value: T = _adapter(cls).validate_python(body)
