@@ -4,5 +4,6 @@ if __name__ != "autopiper.costmodel":
     raise ImportError("import this as autopiper.costmodel, not as costmodel: the folder is linked into the package")
 
 from autopiper.costmodel.price import price
+from autopiper.costmodel.simulate import simulate
 
-__all__ = ["price"]
+__all__ = ["price", "simulate"]
