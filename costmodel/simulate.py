@@ -6,7 +6,7 @@ never waits for a send. What is simulated is what is run: the same Programs, the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopiper.costmodel.durations import Durations
 from autopiper.costmodel.peaks import memory
@@ -134,18 +134,14 @@ def _rank_time(
     end: Sequence[float],
     makespan_s: float,
 ) -> RankTime:
-    """Say where the step of one Program went: a gap is exposed communication as far as what ended it was under way."""
+    """Say where the step of one Program went: a gap is exposed communication as far as that ended it."""
     place = program.places[0]
     stage = graph.stage(place)
     compute_s = recompute_s = now = 0.0
     exposed: dict[str, float] = {}
     for node in joint.streams.get((number, COMPUTE_STREAM), ()):
-        if start[node] > now:
-            sources = [s for s, block in joint.waits[node] if block is None and end[s] >= start[node]]
-            blame = next((s for s in sources if joint.nodes[s].kind in EXPOSED_KINDS), None)
-            if blame is not None and end[blame] > max(now, start[blame]):
-                kind = EXPOSED_KINDS[joint.nodes[blame].kind]
-                exposed[kind] = exposed.get(kind, 0.0) + start[node] - max(now, start[blame])
+        for kind, waited_s in _exposed(joint, node, now, start, end):
+            exposed[kind] = exposed.get(kind, 0.0) + waited_s
         again = 0.0
         entry = joint.nodes[node]
         if entry.kind in ("B", "I"):
@@ -156,3 +152,22 @@ def _rank_time(
         now = end[node]
     bubble_s = makespan_s - compute_s - recompute_s - sum(exposed.values())
     return RankTime(compute_s=compute_s, recompute_s=recompute_s, exposed_s=exposed, bubble_s=max(0.0, bubble_s))
+
+
+def _exposed(
+    joint: Joint, node: int, since_s: float, start: Sequence[float], end: Sequence[float]
+) -> Iterator[tuple[str, float]]:
+    """Yield (kind, seconds) of the communication that kept a node from starting at `since_s`.
+
+    Follows the chain of transfers and collectives that ended just when the next one, and at last the node, began.
+    """
+    until_s = start[node]
+    while until_s > since_s:
+        sources = [s for s, block in joint.waits[node] if block is None] + joint.stream_before[node]
+        blamed = [s for s in sources if joint.nodes[s].kind in EXPOSED_KINDS and end[s] >= until_s > start[s]]
+        if not blamed:
+            return
+        node = blamed[0]
+        begin_s = max(since_s, start[node])
+        yield EXPOSED_KINDS[joint.nodes[node].kind], until_s - begin_s
+        until_s = begin_s

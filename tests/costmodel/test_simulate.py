@@ -131,6 +131,12 @@ def test_static_memory_and_gradient_reduction(cluster_of: ClusterOf) -> None:
     # of two steps (1 s); block 0's bucket follows at 12 s and is exposed.
     assert timeline.makespan_s == 13
     assert timeline.breakdown["exposed gradient reduction"] == pytest.approx(1)
+    # Clipping puts a norm between the reductions and the update: what it waits for is still the reduction's doing.
+    training = Training(global_batch_size=4, clip_grad_norm=1.0)
+    clipped = run(replace(strategy, training=training, bucket_bytes=4000), model, cluster, costs)
+    assert clipped.makespan_s == 14
+    assert clipped.breakdown["exposed gradient reduction"] == pytest.approx(1)
+    assert clipped.breakdown["exposed loss and norm"] == pytest.approx(1)
 
 
 def independent_walk(programs: Sequence[Program], graph: ir.TrainingGraph, costs: CostTable, link_s: float) -> float:
