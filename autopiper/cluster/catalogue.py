@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Collection
 from decimal import Decimal
 from functools import cache
 from importlib import resources
@@ -25,13 +26,19 @@ def names() -> tuple[str, ...]:
     return tuple(entries())
 
 
+def similar(name: str, known: Collection[str]) -> str:
+    """Return " (did you mean 'a100-40g' or 'a100-80g'?)": what begins with the name, else the nearest word, if any."""
+    variants = [f"'{n}'" for n in known if name and n.lower().startswith(name.lower())]
+    return f" (did you mean {' or '.join(variants)}?)" if variants else nearest(name, known)
+
+
 @cache
 def get(name: str) -> DeviceType:
     """Return a device by name. Raises ClusterError with the nearest name."""
     found = entries().get(name)
     if found is None:
         raise ClusterError(
-            f"device '{name}' is unknown{nearest(name.lower(), names())}; allowed: {', '.join(names())}, "
+            f"device '{name}' is unknown{similar(name, names())}; allowed: {', '.join(names())}, "
             f"or describe your own in a cluster file under [[device_types]]"
         )
     return found.device_type(name)

@@ -68,7 +68,7 @@ def explain(fault: ValidationError, allowed: dict[str, Iterable[str]]) -> list[s
 
     `allowed` has the keys of each kind of table, by the name of the array it stands in ("" for the file itself).
     """
-    return [_line(error, allowed) for error in fault.errors()]
+    return list(dict.fromkeys(_line(error, allowed) for error in fault.errors()))
 
 
 def where(location: Iterable[int | str]) -> str:
@@ -81,7 +81,8 @@ def where(location: Iterable[int | str]) -> str:
 
 def _line(error: Any, allowed: dict[str, Iterable[str]]) -> str:
     location, kind, context = error["loc"], error["type"], error.get("ctx", {})
-    at, came = where(location), error["input"]
+    # Where a value may be this or that, the branch that was tried is no place in the file.
+    at, came = where(part for part in location if part not in ("str", "list[str]")), error["input"]
     came = repr(came) if isinstance(came, str) else str(came)
     if kind == "extra_forbidden":
         key, table = str(location[-1]), str(location[0]) if len(location) > 1 else ""
@@ -94,6 +95,16 @@ def _line(error: Any, allowed: dict[str, Iterable[str]]) -> str:
         return f"{at}: unknown key{nearest(key, keys)}; allowed: {', '.join(keys)}"
     if kind == "missing":
         return f"{at} is missing"
+    if kind == "too_short":
+        return f"{at} is empty; give at least one"
+    if kind in ("list_type", "tuple_type"):
+        return f"{at} is {came[:80]}; a list is expected{f', written as [[{at}]]' if at in allowed else ''}"
+    if kind == "model_type":
+        return f"{at} is {came[:80]}; a table is expected"
+    if kind == "string_type":
+        return f"{at} is {came[:80]}; text in quotes is expected"
+    if kind == "int_type":
+        return f"{at} is {came[:80]}; a whole number is expected"
     if kind == "greater_than":
         return f"{at} is {came}; it must be above {context['gt']}"
     if kind == "greater_than_equal":
