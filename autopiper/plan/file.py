@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -154,15 +154,15 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a file so that a kill at any moment leaves the old one or the new one, never half of one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:
-        with os.fdopen(handle, "w") as out:
+        with temporary.open("x") as out:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())
-        Path(temporary).replace(target)
+        temporary.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

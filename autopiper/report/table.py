@@ -29,7 +29,7 @@ def plan_text(plan: Plan, timeline: Timeline, *, width: int = PLAIN_WIDTH) -> st
     console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as captured:
         console.print(plan_table(plan, timeline))
-    return captured.get()
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
 
 def summary_table(s: dict[str, Any]) -> RenderableType:
@@ -63,12 +63,7 @@ def _head(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
     )  # fmt: skip
     yield "Cluster", f"{cluster['name']}: {nodes}"
     bar = f" ± {s['relative_error']:.0%}" if s["relative_error"] else ""
-    yield (
-        "Step time",
-        f"{seconds(s['step_time_s'])}{bar}, predicted from {s['costs']['source']} prices".replace(
-            "prices prices", "prices"
-        ),
-    )
+    yield "Step time", f"{seconds(s['step_time_s'])}{bar} (predicted)"
     if uniform is None:
         yield "Compared", "no uniform 3D layout fits this cluster"
     else:
@@ -105,7 +100,7 @@ def _pipeline_line(pipe: dict[str, Any]) -> str:
 
 
 def _stages(pipe: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1), pad_edge=False)
     table.add_column("stage", justify="right")
     table.add_column("blocks", overflow="fold", ratio=3, min_width=12)
     table.add_column("devices", overflow="fold", ratio=3, min_width=16)
@@ -139,6 +134,7 @@ def _group(stage: dict[str, Any], group: dict[str, Any]) -> str:
 
 
 def _foot(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    yield "Prices", s["costs"]["source"]
     yield "Bubble", f"{s['bubble_fraction']:.1%} of all device time in one isolated step of {seconds(s['makespan_s'])}"
     exposed = {k.removeprefix("exposed "): v for k, v in s["breakdown_s"].items() if k.startswith("exposed ") and v > 0}
     kinds = ", ".join(f"{kind} {seconds(v)}" for kind, v in exposed.items()) or "none"
