@@ -72,9 +72,9 @@ def as_cluster(given: ClusterLike) -> Cluster:
         return Cluster.local()
     path = Path(given)
     if not path.is_file():
-        beside = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        beside = [p.stem for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise ClusterError(
-            f"cluster file '{given}' does not exist{nearest(str(path), beside)}; give the path of a TOML file, or 'local'"
+            f"cluster file '{given}' does not exist{nearest(path.stem, beside)}; give the path of a TOML file, or 'local'"
         )
     return Cluster.from_file(path)
 
