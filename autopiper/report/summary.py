@@ -160,6 +160,11 @@ def block_names(model: Model, start: int, stop: int) -> str:
             runs[-1] = (name, last[1], number)
         else:
             runs.append((name, number, number))
-    return ", ".join(
-        r if isinstance(r, str) else f"{r[0]} {r[1]}" if r[1] == r[2] else f"{r[0]}s {r[1]}-{r[2]}" for r in runs
-    )
+    return ", ".join(r if isinstance(r, str) else _run(*r) for r in runs)
+
+
+def _run(name: str, first: int, last: int) -> str:
+    if first == last:
+        return f"{name} {first}"
+    # Words take a plural; letters, as in "h.0", do not.
+    return f"{name}{'s' * (len(name) > 2)} {first}-{last}"
