@@ -201,9 +201,9 @@ def optimize(
         if came != allowed:
             _refuse(name, came, f"{allowed!r}: a search runs in one process and keeps no study yet")
     if timeout is not None and not timeout > 0:
-        _refuse("timeout", timeout, "seconds above zero, or None")
+        raise PlanError(f"timeout is {timeout}; it must be seconds above zero, or None")
     if n_trials is not None and n_trials < 1:
-        _refuse("n_trials", n_trials, "1 or more, or None")
+        raise PlanError(f"n_trials is {n_trials}; it must be 1 or more, or None")
 
     model = as_model(model, sequence_length=sequence_length, example_inputs=example_inputs)
     cluster = as_cluster(cluster)

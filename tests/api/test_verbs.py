@@ -213,8 +213,8 @@ def test_two_answers_are_refused() -> None:
         ({"load_if_exists": True}, "load_if_exists is True; this version allows False"),
         ({"num_workers": 2}, "num_workers is 2; this version allows 1"),
         ({"callbacks": [print]}, r"callbacks is \(<built-in function print>,\); this version allows \(\)"),
-        ({"timeout": 0}, "timeout is 0; this version allows seconds above zero, or None"),
-        ({"n_trials": 0}, "n_trials is 0; this version allows 1 or more, or None"),
+        ({"timeout": 0}, "timeout is 0; it must be seconds above zero, or None"),
+        ({"n_trials": 0}, "n_trials is 0; it must be 1 or more, or None"),
     ],
 )
 def test_what_this_version_cannot_do_is_refused(argument: dict[str, Any], words: str) -> None:
