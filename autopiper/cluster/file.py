@@ -176,7 +176,12 @@ def _build(entry: ClusterEntry, default_name: str) -> Cluster:
         Tier(name=t.name, link=Link(bytes_per_s=float(t.GBps * GIGA), latency_s=float(t.latency_us * MICRO)))
         for t in entry.tiers
     ]
-    return Cluster(name=entry.name or default_name, device_types=tuple(types), nodes=tuple(nodes), tiers=tuple(tiers))
+    return Cluster(
+        name=default_name if entry.name is None else entry.name,
+        device_types=tuple(types),
+        nodes=tuple(nodes),
+        tiers=tuple(tiers),
+    )
 
 
 def _nodes(entry: NodeEntry, at: str, first: int, *, several: bool, own: dict[str, DeviceType]) -> list[Node]:

@@ -155,6 +155,9 @@ class Cluster(_WithLayout):
         if not self.nodes:
             raise ClusterError(f"cluster '{self.name}' has no nodes; give at least one")
         names = [t.name for t in self.device_types]
+        for name in names:
+            if names.count(name) > 1:
+                raise ClusterError(f"cluster '{self.name}' has two device types named '{name}'; names differ")
         for node in self.nodes:
             for device in node.devices:
                 if device not in names:
