@@ -98,6 +98,11 @@ class Dimensions:
             raise ModelError(f"norm is {self.norm!r}; allowed: 'rms', 'layernorm'")
         if self.attention not in ("flash", "eager"):
             raise ModelError(f"attention is {self.attention!r}; allowed: 'flash', 'eager'")
+        if self.learned_positions and self.sequence_length > self.learned_positions:
+            raise ModelError(
+                f"sequence_length is {self.sequence_length}, but the model has {self.learned_positions} learned "
+                f"positions; it can be {self.learned_positions} at most"
+            )
         self._check_heads()
         self._check_experts()
 

@@ -20,7 +20,8 @@ class BlockPart:
 
     name: str
     modules: tuple[str, ...]
-    """Qualified names of the sub-modules that belong to this block alone, in the order in which they run."""
+    """Qualified names of the sub-modules that belong to this block alone, in the order in which they run. A traced
+    block is a graph instead and names the sub-module it begins with, if any."""
     parameters: tuple[str, ...]
     """Qualified names in registration order, each parameter once; a tied one occurs in every block that uses it,
     under the name that it has there."""
@@ -41,8 +42,8 @@ class BlockLayout:
     """causal_lm: the module whose forward runs the layers ("model", "transformer", "model.decoder")."""
     shared: tuple[str, ...] = ()
     """Sub-modules without parameters that every block may need (rotary embeddings)."""
-    split_points: tuple[tuple[str, Literal["beginning", "end"]], ...] = ()
-    """traced: sub-modules at which a new block begins, at their beginning or after their end."""
+    split_points: tuple[str, ...] = ()
+    """traced: the sub-modules at whose beginning a new block starts; one more starts after the last of them."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of parameter names, of two or more blocks, that are one and the same parameter."""
 

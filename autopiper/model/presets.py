@@ -80,14 +80,26 @@ _FAMILIES: dict[str, dict[str, Row]] = {
     "Qwen team 2025, arXiv 2505.09388": {
         "qwen3-8b": (36, 4096, 32, 8, 12288, 151936, 4096, None, _QWEN3),
         "qwen3-32b": (64, 5120, 64, 8, 25600, 151936, 4096, None, _QWEN3),
-        "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 151936, 4096, None, {**_QWEN3, **_moe(128, 8, moe_intermediate_size=768)}),
-        "qwen3-235b-a22b": (94, 4096, 64, 4, 12288, 151936, 4096, None, {**_QWEN3, **_moe(128, 8, moe_intermediate_size=1536)}),
+        "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 151936, 4096, None, {
+            **_QWEN3, **_moe(128, 8, moe_intermediate_size=768),
+        }),
+        "qwen3-235b-a22b": (94, 4096, 64, 4, 12288, 151936, 4096, None, {
+            **_QWEN3, **_moe(128, 8, moe_intermediate_size=1536),
+        }),
     },
     # Batch sizes after the ramp. V3 without its multi-token-prediction module.
     "DeepSeek-AI 2024, arXiv 2405.04434 (section 3.1.2, appendix B) and 2412.19437 (section 4.2)": {
-        "deepseek-v2-lite": (27, 2048, 16, None, 10944, 102400, 4096, 4608, {**_LATENT, "dense_layers": (0,), **_moe(64, 6, moe_intermediate_size=1408, num_shared_experts=2)}),
-        "deepseek-v2": (60, 5120, 128, None, 12288, 102400, 4096, 9216, {**_LATENT, "q_lora_rank": 1536, "dense_layers": (0,), **_moe(160, 6, moe_intermediate_size=1536, num_shared_experts=2)}),
-        "deepseek-v3": (61, 7168, 128, None, 18432, 129280, 4096, 15360, {**_LATENT, "q_lora_rank": 1536, "dense_layers": (0, 1, 2), **_moe(256, 8, moe_intermediate_size=2048, num_shared_experts=1)}),
+        "deepseek-v2-lite": (27, 2048, 16, None, 10944, 102400, 4096, 4608, {
+            **_LATENT, "dense_layers": (0,), **_moe(64, 6, moe_intermediate_size=1408, num_shared_experts=2),
+        }),
+        "deepseek-v2": (60, 5120, 128, None, 12288, 102400, 4096, 9216, {
+            **_LATENT, "q_lora_rank": 1536, "dense_layers": (0,),
+            **_moe(160, 6, moe_intermediate_size=1536, num_shared_experts=2),
+        }),
+        "deepseek-v3": (61, 7168, 128, None, 18432, 129280, 4096, 15360, {
+            **_LATENT, "q_lora_rank": 1536, "dense_layers": (0, 1, 2),
+            **_moe(256, 8, moe_intermediate_size=2048, num_shared_experts=1),
+        }),
     },
 }  # fmt: skip
 

@@ -174,9 +174,9 @@ class Model:
         return total
 
     def crossing(self, cut: int) -> tuple[TensorSpec, ...]:
-        """Tensors that cross a cut before block `cut`, each source once: what SEND and RECV carry there."""
-        by_source = {e.source: e.tensors for e in self.edges if e.source < cut <= e.target}
-        return tuple(t for source in sorted(by_source) for t in by_source[source])
+        """Tensors that cross a cut before block `cut`, each once however many read it: what SEND and RECV carry there."""
+        crossing = sorted((e for e in self.edges if e.source < cut <= e.target), key=lambda e: e.source)
+        return tuple({(e.source, t.name): t for e in crossing for t in e.tensors}.values())
 
     def fingerprint(self) -> str:
         """16 hex digits of everything that a plan depends on; names of presets and blocks do not count."""

@@ -3,114 +3,254 @@
 `find_blocks` is the one notion of how a module is cut into blocks; the runtime builds its stages from the same layout.
 Blocks of live modules are the default, because whole-program tracing fails on many architectures; torch's own
 `pipeline()` is the fallback for modules of no known structure.
+
+`from_module` measures each block by itself under fake tensors, equal blocks once, so a module of any size costs
+seconds and no memory for weights. What it counts is what the module really does: attention without a fused kernel
+keeps its scores, norms written out as five operations move their elements five times. FLOPs are those of matrix
+products; the recomputed product in a fused attention backward is not counted, being no work of the model.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopiper.errors import ModelError
+from autopiper.model import traced
 from autopiper.model.layout import BlockLayout, BlockPart, parameter_names
+from autopiper.model.measure import Call, Fakes, Measure, capture, measure, signature, spec, training_mode
+from autopiper.model.spec import Block, Edge, Model, TensorSpec, TiedParameter
+from autopiper.model.structure import known_structure
 
-__all__ = ["BlockLayout", "BlockPart", "find_blocks", "parameter_names"]
+__all__ = ["BlockLayout", "BlockPart", "fake_inputs", "find_blocks", "from_module", "parameter_names"]
 
-Unit = tuple[str, tuple[str, ...]]
-"""A block's name and the names of its sub-modules."""
+UNCUT = (("tensor shards of a live module", 1),)
+"""Live modules are not cut by tensors yet: their only tensor-parallel size is 1."""
 
 
 def find_blocks(module: nn.Module, example_inputs: Any = None, *, batch_dim: int = 0) -> BlockLayout:
     """Cut `module` into blocks by its structure.
 
-    `example_inputs` (args tuple or kwargs dict) is only needed for modules of no known structure, which have to be
-    traced. Raises ModelError where the module cannot be cut, saying what was tried.
+    `example_inputs` (args tuple or kwargs dict of one batch) is only needed for modules of no known structure, which
+    have to be traced. Raises ModelError where the module cannot be cut, saying what was tried.
     """
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module):
-        units: list[Unit] = [(name, (name,)) for name in module._modules]
-        return _layout(module, "sequential", units)
-    found = _causal_lm(module)
-    if found is not None:
-        return found
-    raise ModelError(
-        f"{type(module).__name__} is neither an nn.Sequential nor a causal language model of known structure"
+    known = known_structure(module)
+    if known is not None:
+        return known
+    if example_inputs is None:
+        raise ModelError(
+            f"{type(module).__name__} is neither an nn.Sequential nor a Hugging Face causal language model of known "
+            "structure; give example_inputs, so that it can be traced"
+        )
+    fakes = Fakes(module)
+    args, kwargs = fake_inputs(fakes, example_inputs, batch_dim)
+    return traced.cut(module, fakes, args, kwargs)[0]
+
+
+def fake_inputs(fakes: Fakes, example_inputs: Any, batch_dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return args and kwargs with fake tensors of one sample, whatever batch the example has.
+
+    Raises ModelError where the tensors have no such dimension, or batches of different sizes.
+    """
+    args: tuple[Any, ...]
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), dict(example_inputs)
+    elif isinstance(example_inputs, torch.Tensor):
+        args, kwargs = (example_inputs,), {}
+    elif isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
+        args, kwargs = tuple(example_inputs), {}
+    else:
+        raise ModelError(
+            f"example_inputs is a {type(example_inputs).__name__}; give the args as a tuple or the kwargs as a dict"
+        )
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if not tensors:
+        raise ModelError("example_inputs holds no tensor; give the inputs of a batch of one sample")
+    shapes = [tuple(t.shape) for t in tensors]
+    if any(not 0 <= batch_dim < t.dim() for t in tensors):
+        raise ModelError(f"batch_dim is {batch_dim}, but example_inputs has the shapes {shapes}; every tensor needs it")
+    if len({shape[batch_dim] for shape in shapes}) > 1:
+        raise ModelError(
+            f"the batches of example_inputs differ: sizes {[s[batch_dim] for s in shapes]} in dimension {batch_dim} of "
+            f"{shapes}; give every tensor the same batch, of one sample"
+        )
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        shape[batch_dim] = 1
+        return fakes.like(tensor, shape=shape)
+
+    return tree_map_only(torch.Tensor, one, args), tree_map_only(torch.Tensor, one, kwargs)
+
+
+def from_module(module: nn.Module, example_inputs: Any, *, batch_dim: int = 0, name: str | None = None) -> Model:
+    """Describe an nn.Module: its blocks, what each costs per sample, and what flows between them.
+
+    `module` may have real weights, be on the meta device, or be built under a FakeTensorMode; it is not changed.
+    `example_inputs` = args tuple or kwargs dict of a batch; only shapes and types matter. The head of a causal
+    language model includes the cross-entropy over fp32 logits; no other module includes its loss.
+    Raises ModelError where the module cannot be cut into blocks or does not run on the inputs.
+    """
+    fakes = Fakes(module)
+    args, kwargs = fake_inputs(fakes, example_inputs, batch_dim)
+    inputs = _input_specs(module, args, kwargs, batch_dim)
+    graph = None
+    parts: list[tuple[str, ...]]
+    with training_mode(module):
+        layout = known_structure(module)
+        if layout is None:
+            layout, graph = traced.cut(module, fakes, args, kwargs)
+    root: nn.Module = module if graph is None else graph
+    if graph is not None:
+        fakes = Fakes(graph)
+        parts = [(piece,) for piece, _ in graph.named_children()]
+    else:
+        parts = [block.modules for block in layout.blocks]
+        if layout.form == "causal_lm" and _accepts(module, "use_cache"):
+            kwargs.setdefault("use_cache", False)  # the cache of generation is of no use in training
+    units = [(block, unit, root.get_submodule(unit)) for block, part in enumerate(parts) for unit in part]
+    signatures = [signature(unit) for _, _, unit in units]
+    with training_mode(root), fakes.active():
+        calls = _captured(root, fakes, args, kwargs, [u for _, _, u in units], signatures)
+        known: dict[tuple[str, str, bool], Measure] = {}
+        measures = []
+        for (block, prefix, unit), sign, call in zip(units, signatures, calls, strict=True):
+            key = (sign, spec((call.args, call.kwargs)), block == 0)
+            if key not in known:
+                known[key] = measure(fakes, unit, prefix, call, first=block == 0)
+            measures.append(known[key])
+    blocks = _blocks(module, layout, [b for b, _, _ in units], signatures, measures, _logits(layout, calls[-1]))
+    if graph is None:
+        starts = [next(i for i, (b, _, _) in enumerate(units) if b == block) for block in range(len(blocks))]
+        links = {(i - 1, i): _carried(calls[starts[i]]) for i in range(1, len(blocks))}
+    else:
+        links = traced.edges(graph, calls)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return Model(
+        name=name or type(module).__name__,
+        blocks=blocks,
+        edges=tuple(
+            Edge(source=a, target=b, tensors=tuple(_tensor_spec(n, t, batch_dim) for n, t in sorted(tensors.items())))
+            for (a, b), tensors in sorted(links.items())
+        ),
+        tied=tuple(
+            TiedParameter(
+                name=names[0],
+                blocks=tuple(i for i, b in enumerate(layout.blocks) if set(names) & set(b.parameters)),
+                parameters=named[names[0]].numel(),
+            )
+            for names in layout.tied
+        ),
+        sequence_length=next((t.shape[0] for t in inputs if len(t.shape) == 1 and t.dtype in ("int64", "int32")), 1),
+        inputs=inputs,
+        source=f"module {type(module).__name__}",
     )
 
 
-def _layout(module: nn.Module, form: Any, units: list[Unit], **fields: Any) -> BlockLayout:
-    """Give each block the parameters of its modules, and find the parameters that several blocks share."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    blocks = []
-    names_of: dict[int, list[tuple[int, str]]] = {}
-    for index, (name, modules) in enumerate(units):
-        own: dict[int, str] = {}
-        for parameter, tensor in parameters.items():
-            if any(parameter.startswith(f"{m}.") for m in modules):
-                own.setdefault(id(tensor), parameter)
-        for key, parameter in own.items():
-            names_of.setdefault(key, []).append((index, parameter))
-        blocks.append(BlockPart(name=name, modules=modules, parameters=tuple(own.values())))
-    tied = tuple(tuple(n for _, n in names) for names in names_of.values() if len(names) > 1)
-    loose = [n for n, p in parameters.items() if id(p) not in names_of]
-    if loose:
+def _captured(
+    root: nn.Module, fakes: Fakes, args: Any, kwargs: Any, units: Sequence[nn.Module], signatures: Sequence[str]
+) -> list[Call]:
+    """Run the whole module once on fake tensors. Raises ModelError where it does not run."""
+    try:
+        return capture(lambda: fakes.call(root, "", args, kwargs), list(zip(units, signatures, strict=True)))
+    except Exception as error:
+        shapes = [tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         raise ModelError(
-            f"parameters {', '.join(loose[:5])} of {type(module).__name__} belong to none of its {len(units)} blocks; "
-            "move each into the sub-module that uses it"
+            f"{type(root).__name__} does not run on example_inputs of the shapes {shapes} (one sample, fake tensors): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _blocks(
+    module: nn.Module,
+    layout: BlockLayout,
+    block_of_unit: Sequence[int],
+    signatures: Sequence[str],
+    measures: Sequence[Measure],
+    logits: int,
+) -> tuple[Block, ...]:
+    """Add up the units of each block, and give equal blocks one kind."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    blocks: list[Block] = []
+    kinds: dict[Any, str] = {}
+    for index, part in enumerate(layout.blocks):
+        mine = [i for i, block in enumerate(block_of_unit) if block == index]
+        # A unit's output that the next one keeps as its input is one tensor: count it there.
+        kept = sum(
+            m.kept_inside
+            + m.kept_input
+            + (0 if i + 1 < len(measures) and measures[i + 1].kept_input else m.kept_output)
+            for i, m in ((i, measures[i]) for i in mine)
         )
-    return BlockLayout(form=form, blocks=tuple(blocks), tied=tied, **fields)
+        sizes = {p: named[p].numel() for p in part.parameters}
+        experts = sum(n for p, n in sizes.items() if ".experts." in p)
+        head = logits if index == len(layout.blocks) - 1 else 0
+        block = Block(
+            name=part.name,
+            kind="",
+            dense_parameters=sum(sizes.values()) - experts,
+            expert_parameters=experts,
+            forward_flops=sum(measures[i].forward_flops for i in mine),
+            backward_input_flops=sum(measures[i].backward_input_flops for i in mine),
+            backward_weight_flops=sum(measures[i].backward_weight_flops for i in mine),
+            # The loss writes the logits as fp32 and reads them back, in three kernels.
+            forward_moved_elements=sum(measures[i].moved_elements for i in mine) + 4 * head,
+            kernels=max(1, sum(measures[i].kernels for i in mine)) + (3 if head else 0),
+            kept_elements=kept,
+            kept_elements_selective=kept,
+            kept_fp32_elements=head,
+            tensor_divisors=UNCUT,
+        )
+        key = (replace(block, name=""), tuple(signatures[i] for i in mine))
+        if key not in kinds:
+            label = part.name if part.name in ("embedding", "head", "before", "after") else ""
+            label = label or type(_named_module(module, part)).__name__
+            twins = sum(kind.partition("#")[0] == label for kind in kinds.values())
+            kinds[key] = f"{label}#{twins + 1}" if twins else label
+        blocks.append(replace(block, kind=kinds[key]))
+    return tuple(blocks)
 
 
-def layer_list(module: nn.Module) -> str | None:
-    """Return the name of the ModuleList or Sequential that holds most parameters; None where there is none."""
-    sizes = {
-        name: sum(p.numel() for p in child.parameters())
-        for name, child in module.named_modules()
-        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child)
-    }
-    return max(sizes, key=lambda name: (sizes[name], -name.count("."))) if sizes else None
+def _named_module(module: nn.Module, part: BlockPart) -> nn.Module:
+    return module.get_submodule(part.modules[0]) if part.modules else module
 
 
-def _causal_lm(module: nn.Module) -> BlockLayout | None:
-    """Recognise a Hugging Face causal language model by its structure, or return None.
+def _logits(layout: BlockLayout, last: Call) -> int:
+    """Elements of a causal language model's logits per sample; 0 for any other module."""
+    if layout.form != "causal_lm" or not isinstance(last.output, torch.Tensor):
+        return 0
+    return last.output.numel()
 
-    Recognised: one list of decoder layers; its owner has embeddings before and norms after it; beside the base model
-    there is only the output head. The names come from the configuration's `base_model_pp_plan` where it has one, else
-    from what the modules are.
-    """
-    config = getattr(module, "config", None)
-    prefix = getattr(module, "base_model_prefix", "")
-    container = layer_list(module)
-    if config is None or container is None or not prefix or not container.startswith(f"{prefix}."):
-        return None
-    if not isinstance(module.get_submodule(container), nn.ModuleList):
-        return None
-    owner, _, layers = container.rpartition(".")
-    plan = list(getattr(config, "base_model_pp_plan", None) or {})
-    embedding: list[str] = []
-    head: list[str] = []
-    shared: list[str] = []
-    for name, child in module.get_submodule(owner).named_children():
-        full = f"{owner}.{name}"
-        if name == layers:
-            continue
-        holds = any(True for _ in child.parameters())
-        if layers in plan and name in plan:
-            (embedding if plan.index(name) < plan.index(layers) else head).append(full)
-        elif isinstance(child, nn.Embedding | nn.Dropout) or name == "project_in" or ("embed" in name and holds):
-            embedding.append(full)
-        elif "norm" in f"{name} {type(child).__name__}".lower() or name == "project_out":
-            head.append(full)
-        elif not holds:
-            shared.append(full)
-        else:
-            return None
-    outside = [name for name, _ in module.named_children() if name != prefix]
-    beside = {f"{owner}."} | {f"{name}." for name in outside}
-    if not embedding or len(outside) != 1:
-        return None
-    if any(not n.startswith(tuple(beside)) for n, _ in module.named_parameters(remove_duplicate=False)):
-        return None
-    units: list[Unit] = [("embedding", tuple(embedding))]
-    units += [(f"{container}.{i}", (f"{container}.{i}",)) for i in module.get_submodule(container)._modules]
-    units.append(("head", (*head, *outside)))
-    return _layout(module, "causal_lm", units, container=container, owner=owner, shared=tuple(shared))
+
+def _carried(call: Call) -> dict[str, torch.Tensor]:
+    """Return what a block of a chain reads of the block before it: the first tensor that needs a gradient."""
+    tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
+    flowing = [t for t in tensors if t.requires_grad] or tensors
+    return {"hidden_states": flowing[0]} if flowing else {}
+
+
+def _accepts(module: nn.Module, argument: str) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _input_specs(module: nn.Module, args: Any, kwargs: Any, batch_dim: int) -> tuple[TensorSpec, ...]:
+    names = [n for n, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    positional = {names[i] if i < len(names) else f"input{i}": value for i, value in enumerate(args)}
+    tensors = {n: v for n, v in {**positional, **kwargs}.items() if isinstance(v, torch.Tensor)}
+    return tuple(_tensor_spec(n, t, batch_dim) for n, t in tensors.items())
+
+
+def _tensor_spec(name: str, tensor: torch.Tensor, batch_dim: int) -> TensorSpec:
+    """Describe one sample's part of a tensor; a tensor without a batch dimension of one is taken whole."""
+    shape = list(tensor.shape)
+    if len(shape) > batch_dim and shape[batch_dim] == 1:
+        del shape[batch_dim]
+    dtype = "activation" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name=name, shape=tuple(int(n) for n in shape), dtype=dtype)
