@@ -12,43 +12,10 @@ from typing import Any
 
 from autopiper.errors import PlanError, nearest
 from autopiper.ir import schedules
+from autopiper.ir.filters import PASS_TAGS, PASSES, STAGE_TAGS, check_tags, matches
 from autopiper.ir.graph import GraphPipeline, GraphStage, Pass, TrainingGraph
 from autopiper.model.spec import RECOMPUTE_CHOICES
 from autopiper.plan import directives as d
-
-STAGE_TAGS = ("PIPE", "PP")
-PASS_TAGS = (*STAGE_TAGS, "MB", "PASS")
-PASSES = {"F": "F", "B": "B", "BI": "I", "BW": "W"}
-
-
-def _check_tags(filter: d.Filter, tags: tuple[str, ...], op: str) -> None:
-    for tag, value in filter.items():
-        if tag not in tags:
-            raise PlanError(
-                f"{op} {dict(filter)}: tag '{tag}' is unknown here{nearest(tag, tags)}; allowed: {', '.join(tags)}"
-            )
-        if tag == "PASS":
-            if value not in PASSES:
-                raise PlanError(f"{op} {dict(filter)}: PASS is {value!r}; allowed: {', '.join(PASSES)}")
-        elif value != "*" and not (isinstance(value, int) and value >= 0):
-            raise PlanError(f"{op} {dict(filter)}: {tag} is {value!r}; allowed: an index of 0 or more, or '*'")
-
-
-def matches(graph: TrainingGraph, filter: d.Filter, op: str) -> list[GraphStage]:
-    """Return the stages that a filter selects. Raises PlanError where it selects none, with what there is."""
-    _check_tags(filter, STAGE_TAGS, op)
-    wanted = {k: v for k, v in filter.items() if v != "*"}
-    found = [
-        s
-        for s in graph.stages()
-        if wanted.get("PIPE", s.pipeline) == s.pipeline and wanted.get("PP", s.index) == s.index
-    ]
-    if not found:
-        have = ", ".join(f"PIPE {p.index}: PP 0..{len(p.stages) - 1}" for p in graph.pipelines if p.stages)
-        raise PlanError(
-            f"{op} {dict(filter)} matches nothing; the graph has {have or 'no stages (add cut directives)'}"
-        )
-    return found
 
 
 def _update(
@@ -256,7 +223,7 @@ def _explicit(graph: TrainingGraph, groups: tuple[tuple[d.Filter, ...], ...]) ->
                 f"order, group {number}: {len(group)} filters; overlap groups cannot be planned yet, give one filter a group"
             )
         filter = group[0]
-        _check_tags(filter, PASS_TAGS, "order")
+        check_tags(filter, PASS_TAGS, "order")
         missing = [t for t in ("PP", "MB", "PASS") if not isinstance(filter.get(t), int if t != "PASS" else str)]
         if missing:
             raise PlanError(
