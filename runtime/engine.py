@@ -1,0 +1,265 @@
+"""Engine: trains a module by a Plan, on the ranks of a torch.distributed job (torchrun, `run_local`, `launch`)."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopiper import ir
+from autopiper._data import data
+from autopiper.errors import PlanError, RuntimeFault
+from autopiper.plan import Event, Plan
+from autopiper.runtime import batches, checks
+from autopiper.runtime.channels import Channel, make_groups
+from autopiper.runtime.gradients import make_buffers, match_tied
+from autopiper.runtime.handlers import Handlers, InputsFunction, LossFunction
+from autopiper.runtime.interpreter import Interpreter
+from autopiper.runtime.lanes import make_lanes, now_s
+from autopiper.runtime.stages import ModuleOrFactory, build_stage, open_module
+
+OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+@data
+class StepResult:
+    """What one step gave, the same on every rank but for times."""
+
+    loss: float
+    """Global mean: the sum of all losses over the sum of all weights."""
+    grad_norm: float | None
+    """2-norm of the whole gradient before clipping; None without `clip_grad_norm`."""
+    step_time_s: float
+    """From the call of `step` to its end, on this rank."""
+    log: list[Event]
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What this rank did when, in seconds from the start of the step, by start."""
+        return tuple(sorted(self.log, key=lambda e: e.start_s))
+
+
+class Engine:
+    """Runs one rank's part of a plan.
+
+    `module_or_factory`: a module, of which the rank's blocks are trained in place (let go of it, and the other blocks
+    are freed); or a function that makes it, called on the meta device, so that no rank ever holds other blocks, whose
+    weights come from `state` or from their own initialisation under `seed`.
+    `loss_fn(output, batch)` returns (loss sum, weight), or one number that is the mean over its samples.
+    `optimizer(parameters)` is called once per gradient block; `optimizers` lists what it made.
+    `inputs(batch)` returns (args, kwargs) of the module; by default `batches.module_inputs`.
+    Raises PlanError, on all ranks alike and before the first message, where plan, module and machine do not belong
+    together.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        module_or_factory: ModuleOrFactory,
+        *,
+        loss_fn: LossFunction,
+        optimizer: OptimizerFactory,
+        device: torch.device | str | None = None,
+        inputs: InputsFunction | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.plan = plan
+        graph = ir.build(plan.strategy, plan.model, plan.cluster)
+        dtype = checks.precision_dtype(plan)
+        self.rank, world_size = _rank_and_world()
+        faults = checks.plan_faults(plan, graph, world_size)
+        if faults:  # the same on every rank, so nobody has to be told
+            raise PlanError("this plan cannot be run here", faults)
+        ir.verify(graph, plan.programs)
+        self._graph = graph
+        self._program = program = next(p for p in plan.programs if self.rank in p.ranks)
+        self.device = _device(plan, program.devices[program.ranks.index(self.rank)], device)
+        self._owns_job = _join(self.device, self.rank, world_size)
+        facts: dict[str, dict[str, Any]] = {"the plan": {"fingerprint": checks.plan_digest(plan)}}
+        faults, cause = checks.device_faults(plan, program, self.device, self.rank), None
+        if not faults:
+            try:
+                self._build(module_or_factory, dtype, seed, state)
+                facts["the initial value of"] = checks.weights_digest(self.stage)
+            except PlanError as error:
+                faults = list(error.faults) or [str(error)]
+            except Exception as error:
+                faults, cause = [f"the module cannot be built: {type(error).__name__}: {error}"], error
+        checks.agree(faults, facts, cause)
+
+        self._lanes = make_lanes(self.device)
+        groups = self._groups = make_groups(plan.programs, self.rank, self.device)
+        channels = {}
+        for stream, group in groups.items():
+            if program.streams[stream][0].kind.startswith(("SEND", "RECV")):
+                peer = next(r for r in dist.get_process_group_ranks(group) if r != self.rank)
+                channels[stream] = Channel(group, peer, self.device, self._lanes)
+        names = tuple(i.name for i in plan.model.inputs)
+        per_block = {index: optimizer(list(buffer.parameters)) for index, buffer in self._buffers.items()}
+        self.optimizers = tuple(per_block.values())
+        self._custom_inputs = inputs is not None
+        self._handlers = Handlers(
+            graph, program, self.stage, channels, groups, self._buffers, per_block, loss_fn,
+            inputs or (lambda batch: batches.module_inputs(batch, names)), self._lanes, self.device, self.rank,
+        )  # fmt: skip
+        self._interpreter = Interpreter(program, self._handlers.table(), self._lanes, self.rank)
+        self._handlers.interpreter = self._interpreter
+        self.samples = batches.needed_samples(graph, program.places)
+        """Samples of the global batch that this rank reads, in the order in which `step` expects them."""
+        self._started = self._faulted = False
+
+    def _build(self, given: ModuleOrFactory, dtype: torch.dtype, seed: int, state: Mapping[str, Tensor] | None) -> None:
+        """Build this rank's stage and gradient buffers. Raises PlanError with everything that differs from the plan."""
+        model, graph, place = self.plan.model, self._graph, self._program.places[0]
+        part = graph.stage(place)
+        module, layout = open_module(given, dtype)
+        faults = checks.module_faults(model, layout, module)
+        if faults:
+            raise PlanError("another module", faults)
+        sizes = {n: module.get_parameter(n).numel() for b in layout.blocks for n in b.parameters}
+        tied = match_tied(model, layout, sizes)
+        self.stage = build_stage(
+            module, layout, part.start, part.stop, recompute=part.recompute, device=self.device, seed=seed, state=state
+        )
+        faults = checks.stage_faults(self.stage, dtype)
+        if faults:
+            raise PlanError("another module", faults)
+        ranks = {device: rank for rank, device in enumerate(graph.devices())}
+        held = [
+            (block, sorted({ranks[graph.stage(h).members[h.member][0]] for h in block.holders}))
+            for block in graph.gradient_blocks
+            if place in block.holders
+        ]
+        self._buffers = make_buffers(held, self.stage, tied)
+
+    def step(self, batch: Any, *, whole: bool = False) -> StepResult:
+        """Train one step and return its loss.
+
+        `batch` holds this rank's samples (`samples`, what `batch_sampler` draws), or with `whole=True` the whole global
+        batch. Raises PlanError where the batch is not what the plan was made for; RuntimeFault naming rank, stage and
+        action where something fails meanwhile: then this process must end, and the others notice.
+        """
+        start = now_s()
+        expected = self.plan.training.global_batch_size if whole else len(self.samples)
+        faults = checks.batch_faults(self.plan.model, self.stage.layout, batch, expected, self._custom_inputs)
+        if not self._started:
+            checks.agree(faults, {})
+            self._started = True
+        elif faults:
+            raise PlanError("this batch cannot be trained on", faults)
+        self._handlers.begin(batch, {sample: sample if whole else i for i, sample in enumerate(self.samples)})
+        try:
+            log = self._interpreter.run()
+            self._lanes.synchronize()
+            total, weight = self._handlers.loss_and_weight.tolist()
+            if weight == 0:
+                raise RuntimeFault(f"rank {self.rank}: the weight of the whole global batch is 0; nothing to train on")
+        except BaseException:
+            self._fail()
+            raise
+        norm = self._handlers.scales()[1]
+        return StepResult(
+            loss=total / weight, grad_norm=None if norm is None else float(norm), step_time_s=now_s() - start, log=log
+        )
+
+    def batch_sampler(self, dataset: Sized, *, shuffle: bool = False, seed: int = 0) -> batches.BatchSampler:
+        """Return the indices of this rank's samples, step by step, for DataLoader(dataset, batch_sampler=…)."""
+        size = self.plan.training.global_batch_size
+        return batches.BatchSampler(dataset, size, self.samples, shuffle=shuffle, seed=seed)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the last step of what this rank holds, divided and clipped, by parameter name."""
+        return {name: p.grad.detach() for name, p in self.stage.held.items() if p.grad is not None}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the whole model on every rank. All ranks call it; meant for small models."""
+        return self._gather(self.gradients())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return all parameters of the whole module, on every rank. All ranks call it; meant for small models."""
+        return self._gather({name: p.detach() for name, p in self.stage.held.items()})
+
+    def _gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Merge what the ranks hold, tied parameters under all their names."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, {name: tensor.cpu() for name, tensor in own.items()})
+        merged: dict[str, Tensor] = {}
+        for theirs in reversed(found):
+            merged.update(theirs)
+        for group in self.stage.layout.tied:
+            value = next(merged[n] for n in group if n in merged)
+            merged.update(dict.fromkeys(group, value))
+        return {n: merged[n] for block in self.stage.layout.blocks for n in block.parameters}
+
+    def close(self) -> None:
+        """Wait until all messages have arrived and give the communicators back."""
+        if self._faulted:
+            return
+        self._lanes.drain()
+        if self._owns_job:
+            dist.destroy_process_group()
+        else:
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fail(self) -> None:
+        """Make sure that this process ends: communicators wait at exit for peers that wait for this process."""
+        if not self._faulted:
+            self._faulted = True
+            atexit.register(_leave)
+
+
+def _leave() -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _device(plan: Plan, planned: int, given: torch.device | str | None) -> torch.device:
+    """Return the device of this rank: the one given, else the kind that the plan names, if the machine has it."""
+    if given is not None:
+        return torch.device(given)
+    if plan.cluster.device(planned).type.platform == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _join(device: torch.device, rank: int, world_size: int) -> bool:
+    """Join the job that the environment names, unless the process has done so; return whether this made it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend)
+    elif world_size == 1:
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=rank, world_size=world_size)
+    else:
+        raise PlanError(
+            "RANK and WORLD_SIZE are set, but not MASTER_ADDR; start the ranks with torchrun, run_local or launch"
+        )
+    return True
