@@ -216,7 +216,7 @@ def optimize(
 
             plan = search(
                 model, cluster, training, costs or price(model, cluster, training), space,
-                baseline=baseline, timeout=timeout, n_trials=n_trials, seed=seed, progress=run.log,
+                baseline=baseline, timeout=timeout, n_trials=n_trials, seed=seed, progress=run.trial,
             )  # fmt: skip
         except (AutoPiperError, KeyboardInterrupt) as fault:
             run.log(f"stopped: {type(fault).__name__}: {fault}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -45,6 +47,8 @@ class RunDirectory:
         self.show = show
         self._began = time.monotonic()
         self._log: IO[str] | None = None
+        self._best_s = math.inf
+        self._on_line = False
 
     def __enter__(self) -> Self:
         if self.path is not None:
@@ -59,17 +63,34 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._on_line:
+            print(file=sys.stderr)
         if self._log is not None:
             self._log.close()
 
     def log(self, message: str) -> None:
-        """Keep one line of progress, and show it on stderr where that was asked for."""
-        line = f"{time.monotonic() - self._began:7.1f} s  {message}"
+        """Keep one line of progress."""
         if self._log is not None:
-            self._log.write(line + "\n")
+            self._log.write(f"{self._elapsed()}  {message}\n")
             self._log.flush()
-        if self.show:
+
+    def trial(self, number: int, label: str, best_s: float) -> None:
+        """Keep a line about a trial of the search. On a terminal it replaces the last one; else only gains are shown."""
+        best = f"best so far {best_s:.4g} s" if math.isfinite(best_s) else "nothing fits yet"
+        self.log(f"trial {number}: {label}; {best}")
+        if not self.show:
+            return
+        line = f"{self._elapsed()}  {best}, trial {number}: {label}"
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            print(f"\r{line[: width - 1]:<{width - 1}}", end="", file=sys.stderr, flush=True)
+            self._on_line = True
+        elif best_s < self._best_s:
             print(line, file=sys.stderr, flush=True)
+        self._best_s = best_s
+
+    def _elapsed(self) -> str:
+        return f"{time.monotonic() - self._began:7.1f} s"
 
     def resolved(
         self,

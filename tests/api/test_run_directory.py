@@ -22,6 +22,7 @@ def test_resolved_is_toml_whatever_the_names(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "deep" / "run") as run:
         run.resolved(model, cluster, training, None, ap.Space(), [NAME], timeout=1.5, n_trials=None, seed=0)
         run.log("one line")
+        run.trial(7, "tp 2", float("inf"))
     content = tomllib.loads((tmp_path / "deep" / "run" / "resolved.toml").read_text())
     assert content["model"]["name"] == content["cluster"]["name"] == content["notes"]["lines"][0] == NAME
     assert content["model"]["fingerprint"] == model.fingerprint()
@@ -32,20 +33,25 @@ def test_resolved_is_toml_whatever_the_names(tmp_path: Path) -> None:
     assert content["search"] == {"objective": "step_time", "timeout": 1.5, "seed": 0}
     assert content["space"]["schedules"] == ["gpipe", "1f1b"]
     log = (tmp_path / "deep" / "run" / "log.txt").read_text().splitlines()
-    assert len(log) == 2
+    assert len(log) == 3
     assert log[1].endswith(" s  one line")
+    assert log[2].endswith(" s  trial 7: tp 2; nothing fits yet")
 
 
-def test_without_a_path_it_only_shows(
+def test_without_a_path_it_only_shows_what_is_gained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for show in (False, True):
         with RunDirectory(None, show=show) as run:
-            run.log("one line")
+            run.trial(0, "too large", float("inf"))
+            run.trial(1, "tp 2", 3.0)
+            run.trial(2, "tp 4", 3.0)
+            run.trial(3, "tp 8", 2.0)
         out, err = capsys.readouterr()
         assert out == ""
-        assert err.endswith(" s  one line\n") if show else err == ""
+        shown = [line.partition(" s  ")[2] for line in err.splitlines()]
+        assert shown == (["best so far 3 s, trial 1: tp 2", "best so far 2 s, trial 3: tp 8"] if show else [])
     assert not list(tmp_path.iterdir())
 
 
