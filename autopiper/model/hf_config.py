@@ -99,7 +99,7 @@ def _sparse(keys: _Keys) -> Fields:
     """Experts of Qwen: every `decoder_sparse_step`-th layer, counted from one, unless named as dense."""
     step = keys.maybe("decoder_sparse_step", 1) or 1
     return {
-        "num_experts": keys.whole("num_experts"),
+        "num_experts": keys.whole("num_local_experts" if "num_local_experts" in keys.config else "num_experts"),
         "experts_per_token": keys.whole("num_experts_per_tok"),
         "moe_intermediate_size": keys.whole("moe_intermediate_size"),
         "moe_layer_frequency": step,

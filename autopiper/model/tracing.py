@@ -13,6 +13,7 @@ products; the recomputed product in a fused attention backward is not counted, b
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -118,6 +119,10 @@ def from_module(module: nn.Module, example_inputs: Any, *, batch_dim: int = 0, n
     signatures = [signature(unit) for _, _, unit in units]
     with training_mode(root), fakes.active():
         calls = _captured(root, fakes, args, kwargs, [u for _, _, u in units], signatures)
+        if layout.form == "causal_lm" and "attention_mask" not in kwargs and not _windowed(module, args, kwargs):
+            for call in calls:
+                if "attention_mask" in call.kwargs:
+                    call.kwargs["attention_mask"] = None
         known: dict[tuple[str, str, bool], Measure] = {}
         measures = []
         for (block, prefix, unit), sign, call in zip(units, signatures, calls, strict=True):
@@ -157,6 +162,9 @@ def _captured(
     root: nn.Module, fakes: Fakes, args: Any, kwargs: Any, units: Sequence[nn.Module], signatures: Sequence[str]
 ) -> list[Call]:
     """Run the whole module once on fake tensors. Raises ModelError where it does not run."""
+    quiet = logging.getLogger("torch._subclasses.fake_tensor")
+    before = quiet.level
+    quiet.setLevel(logging.CRITICAL)  # it logs a traceback of every shape error; ours says it in one line
     try:
         return capture(lambda: fakes.call(root, "", args, kwargs), list(zip(units, signatures, strict=True)))
     except Exception as error:
@@ -165,6 +173,8 @@ def _captured(
             f"{type(root).__name__} does not run on example_inputs of the shapes {shapes} (one sample, fake tensors): "
             f"{type(error).__name__}: {error}"
         ) from error
+    finally:
+        quiet.setLevel(before)
 
 
 def _blocks(
@@ -233,6 +243,21 @@ def _carried(call: Call) -> dict[str, torch.Tensor]:
     tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
     flowing = [t for t in tensors if t.requires_grad] or tensors
     return {"hidden_states": flowing[0]} if flowing else {}
+
+
+def _windowed(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether the attention really needs a mask of its own, beyond being causal.
+
+    Under fake tensors transformers always makes one, since it cannot look whether sequences are packed. With real
+    ones, fused attention gets none and then does not repeat the key-value heads, which would count as kept.
+    """
+    config: Any = module.config
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        return True
+    length = max(t.shape[1] for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 1)
+    window = getattr(config, "sliding_window", None)
+    sliding = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ["sliding_attention"])
+    return bool(window and sliding and length >= window)
 
 
 def _accepts(module: nn.Module, argument: str) -> bool:
