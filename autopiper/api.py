@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopiper.cluster.spec import Cluster
-from autopiper.errors import AutoPiperError, CostError, PlanError
+from autopiper.errors import AutoPiperError, ClusterError, CostError, PlanError
 from autopiper.inputs import as_cluster, as_model, as_training
 from autopiper.model.spec import Model
 from autopiper.plan.costs import CostTable
@@ -23,6 +23,8 @@ from autopiper.plan.timeline import Timeline
 from autopiper.plan.training import Training
 
 if TYPE_CHECKING:
+    import torch
+
     from autopiper.inputs import ClusterLike, ModelLike
     from autopiper.ir import TrainingGraph
     from autopiper.plan.actions import Program
@@ -39,6 +41,44 @@ def price(model: ModelLike, cluster: ClusterLike, training: Training | None = No
     model, cluster = as_model(model), as_cluster(cluster)
     training, _ = as_training(training, None, model, cluster)
     return analytic(model, cluster, training)
+
+
+def profile(
+    module: torch.nn.Module | Callable[[], torch.nn.Module],
+    cluster: ClusterLike,
+    training: Training | None = None,
+    *,
+    example_inputs: Any,
+    model: Model | None = None,
+    device_type: str | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> CostTable:
+    """Measure what the blocks of `module` cost on this machine, which stands for `device_type` of the cluster.
+
+    `device_type=None`: the only type of the cluster. `model`: the description that plans are made for, by default that
+    of the module itself; `example_inputs`: a batch as the engine takes it. `device` is torch's; by default "cuda" for an
+    accelerator, else "cpu". `options` (loss_fn, optimizer, micro_batch_sizes, repeats, …) are `runtime.profile`'s.
+    Tables of several device types join by `CostTable.merge`. Raises ClusterError where the type is not in the cluster.
+    """
+    from autopiper.runtime.profile import profile as measure
+
+    cluster = as_cluster(cluster)
+    names = list(cluster.counts())
+    if device_type is None:
+        if len(names) > 1:
+            raise ClusterError(
+                f"device_type is None, but the cluster has {', '.join(names)}; name the one measured here"
+            )
+        device_type = names[0]
+    platform = cluster.device_type(device_type).platform
+    if model is None:
+        model = as_model(module, example_inputs=example_inputs)  # type: ignore[arg-type]
+    training, _ = as_training(training, None, model, cluster)
+    return measure(
+        module, model, training, device_type=device_type, example_inputs=example_inputs,
+        device=device or ("cpu" if platform == "cpu" else "cuda"), **options,
+    )  # fmt: skip
 
 
 def _lowered(

@@ -114,10 +114,14 @@ def _summary(plan: Plan) -> dict[str, Any]:
     return summarize(plan, simulate(plan))
 
 
+def _plan_path(given: Path) -> Path:
+    return given / "plan.json" if given.is_dir() else given
+
+
 def _load(path: Path) -> Plan:
     from autopiper.plan import load_plan
 
-    return load_plan(path / "plan.json" if path.is_dir() else path)
+    return load_plan(_plan_path(path))
 
 
 @app.command()
@@ -205,7 +209,7 @@ def launch(
     with _faults("interrupted: the ranks were stopped"):
         from autopiper.runtime.launch import launch as start
 
-        raise typer.Exit(start(plan, script, context.args))
+        start(_plan_path(plan), script, context.args)
 
 
 @app.command()
