@@ -19,7 +19,7 @@ from autopiper.errors import PlanError
 from autopiper.ir import TrainingGraph
 from autopiper.model.layout import BlockLayout
 from autopiper.model.spec import Model
-from autopiper.plan import Plan, Program
+from autopiper.plan import Plan, Program, Training
 from autopiper.plan.file import encode
 from autopiper.runtime import batches
 from autopiper.runtime.stages import LiveStage
@@ -28,12 +28,12 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp64": torch.float64}
 """What the runtime computes in so far. tf32 keeps its tensors in float32."""
 
 
-def precision_dtype(plan: Plan) -> torch.dtype:
-    """Return the dtype of a plan's precision. Raises PlanError for one that cannot be trained in yet."""
-    precision = plan.training.precision
+def training_dtype(training: Training) -> torch.dtype:
+    """Return the dtype of a training's precision. Raises PlanError for one that cannot be trained in yet."""
+    precision = training.precision
     if precision not in DTYPES:
         raise PlanError(
-            f"the plan's precision is {precision}; the runtime of this version trains in fp32 and fp64 (and tf32): "
+            f"the precision is {precision}; the runtime of this version trains in fp32 and fp64 (and tf32): "
             "plan again with Training(precision='fp32')"
         )
     return DTYPES[precision]

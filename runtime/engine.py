@@ -74,7 +74,7 @@ class Engine:
     ) -> None:
         self.plan = plan
         graph = ir.build(plan.strategy, plan.model, plan.cluster)
-        dtype = checks.precision_dtype(plan)
+        dtype = checks.training_dtype(plan.training)
         self.rank, world_size = _rank_and_world()
         faults = checks.plan_faults(plan, graph, world_size)
         if faults:  # the same on every rank, so nobody has to be told
