@@ -58,12 +58,15 @@ def trace(module: nn.Module, points: tuple[str, ...], args: tuple[Any, ...], kwa
         try:
             return pipeline(module, args, kwargs)
         except Exception as error:
-            reason = str(error).strip().splitlines()
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # torch wraps what went wrong in general advice
+                cause = cause.__cause__
+            reason = str(cause).strip().splitlines()
             raise ModelError(
                 f"{type(module).__name__} cannot be cut into blocks. Tried: nn.Sequential (it is none); a Hugging Face "
                 f"causal language model (it is none of known structure); tracing with torch.distributed.pipelining."
                 f"pipeline(), cut at {', '.join(points[:3]) or 'nothing'}{'…' if len(points) > 3 else ''}: "
-                f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}. "
+                f"{type(cause).__name__}: {reason[0] if reason else 'no reason given'}. "
                 "Write the model as an nn.Sequential of its layers, or describe it with Model.transformer"
             ) from error
 

@@ -168,6 +168,19 @@ def test_what_cannot_be_traced_says_what_was_tried() -> None:
         find_blocks(Branching(), (torch.zeros(1, 4),))
 
 
+def test_the_reason_is_the_first_cause_not_torchs_general_advice() -> None:
+    class Coupled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+
+        def forward(self, x: Any) -> Any:
+            return self.layers[1](self.layers[0](x))
+
+    with pytest.raises(ModelError, match="ValueError: Expected more than 1 value per channel when training"):
+        find_blocks(Coupled().train(), (torch.zeros(2, 4),))
+
+
 def test_a_parameter_that_no_block_uses_is_refused() -> None:
     class Idle(nn.Sequential):
         def __init__(self) -> None:
