@@ -1,0 +1,106 @@
+"""Shapes: what the pipelines of a candidate are made of, before anyone knows which devices and which blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from autopiper._data import data
+from autopiper.search.prices import Array, MemberCosts, Prices
+
+
+@data
+class Pattern:
+    """What one replica of a pipeline is made of: device type and tensor-parallel size of each stage, in order."""
+
+    stages: tuple[tuple[str, int], ...]
+    samples: int
+    """Slice of each member."""
+
+    @property
+    def use(self) -> Counter[str]:
+        """Devices of each type in one replica."""
+        found: Counter[str] = Counter()
+        for name, tp in self.stages:
+            found[name] += tp
+        return found
+
+    def members(self, prices: Prices) -> list[MemberCosts]:
+        """Return the costs of each stage's member. The pattern must be priced."""
+        found = [prices.member(name, tp, self.samples) for name, tp in self.stages]
+        return [m for m in found if m is not None]
+
+    def shape(self, replicas: int) -> Shape:
+        """Return the pipeline of so many equal replicas."""
+        return Shape(
+            types=tuple((name,) * replicas for name, _ in self.stages),
+            tensor_parallel_sizes=tuple(tp for _, tp in self.stages),
+            slices=((self.samples,) * replicas,) * len(self.stages),
+        )
+
+
+@data
+class Shape:
+    """One pipeline with its data-parallel members, of which the types may differ."""
+
+    types: tuple[tuple[str, ...], ...]
+    """Device type of each member of each stage."""
+    tensor_parallel_sizes: tuple[int, ...]
+    slices: tuple[tuple[int, ...], ...]
+    """Samples of a whole micro-batch that each member of each stage takes."""
+
+    @property
+    def quantum(self) -> int:
+        """Samples of a whole micro-batch."""
+        return sum(self.slices[0])
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel members of each stage."""
+        return len(self.types[0])
+
+    def classes(self, prices: Prices, stage: int) -> tuple[MemberCosts, ...]:
+        """Return the distinct kinds of members of a stage that have work. Empty where one is not priced."""
+        tp = self.tensor_parallel_sizes[stage]
+        pairs = dict.fromkeys(p for p in zip(self.types[stage], self.slices[stage], strict=True) if p[1])
+        found = [prices.member(name, tp, samples) for name, samples in pairs]
+        return tuple(m for m in found if m is not None) if None not in found else ()
+
+    @property
+    def words(self) -> str:
+        """ "4 x [2 x a100 tp2 | 1 x v100 tp4]" """
+        runs: list[list[object]] = []
+        for names, tp in zip(self.types, self.tensor_parallel_sizes, strict=True):
+            kinds = "+".join(f"{n} {t}" if len(set(names)) > 1 else t for t, n in Counter(names).items())
+            text = f"{kinds} tp{tp}" if tp > 1 else kinds
+            if runs and runs[-1][1] == text:
+                runs[-1][0] = int(str(runs[-1][0])) + 1
+            else:
+                runs.append([1, text])
+        inside = " | ".join(f"{count} x {text}" for count, text in runs)
+        return f"{self.replicas} x [{inside}]" if self.replicas > 1 else f"[{inside}]"
+
+
+def bottleneck_bound(members: list[MemberCosts]) -> float:
+    """Return seconds per micro-batch that no cut of the blocks over these stages goes below (memory left aside).
+
+    For any weights w of the blocks, a stage that takes T seconds holds at most T · max_b(w_b / price_b) of weight, so
+    T >= sum(w) / sum over stages of that maximum (duality). The prices on each stage in turn serve as weights.
+    """
+    rows = {m.name: _fastest(m) for m in members}
+    best = max(float(min(row[b] for row in rows.values())) for b in range(len(members[0].forward_s)))
+    for weights in rows.values():
+        room = 0.0
+        for m in members:
+            row = rows[m.name]
+            ratio = np.divide(weights, row, out=np.full(len(row), np.inf), where=row > 0)
+            room += float(ratio.max())
+        if np.isfinite(room) and room > 0:
+            best = max(best, float(weights.sum()) / room)
+    return best
+
+
+def _fastest(member: MemberCosts) -> Array:
+    out: Array = np.min([member.block_s(c) for c in member.choices], axis=0)
+    return out
