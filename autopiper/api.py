@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import AutoPiperError, ClusterError, CostError, PlanError
-from autopiper.inputs import as_cluster, as_model, as_training
+from autopiper.inputs import as_cluster, as_model, as_training, usable
 from autopiper.model.spec import Model
 from autopiper.plan.costs import CostTable
 from autopiper.plan.plan import Plan
@@ -75,6 +75,7 @@ def profile(
     if model is None:
         model = as_model(module, example_inputs=example_inputs)  # type: ignore[arg-type]
     training, _ = as_training(training, None, model, cluster)
+    training = training.resolve(d.type for d in cluster.devices())
     return measure(
         module, model, training, device_type=device_type, example_inputs=example_inputs,
         device=device or ("cpu" if platform == "cpu" else "cuda"), **options,
@@ -249,18 +250,23 @@ def optimize(
     cluster = as_cluster(cluster)
     training, notes = as_training(training, global_batch_size, model, cluster, costs)
     space = space or Space()
+    if costs is None:
+        part, left_out = usable(cluster, training, space)
+        costs, notes = price(model, part, training), (*notes, *left_out)
+    settings = {"objective": objective, "timeout": timeout, "n_trials": n_trials, "seed": seed}
     with RunDirectory(run_dir, show=show_progress_bar) as run:
-        run.resolved(model, cluster, training, costs, space, notes, timeout=timeout, n_trials=n_trials, seed=seed)
+        run.resolved(model, cluster, training, costs, space, notes, settings)
         try:
             from autopiper.search import search
 
             plan = search(
-                model, cluster, training, costs or price(model, cluster, training), space,
+                model, cluster, training, costs, space,
                 baseline=baseline, timeout=timeout, n_trials=n_trials, seed=seed, progress=run.trial,
             )  # fmt: skip
         except (AutoPiperError, KeyboardInterrupt) as fault:
             run.log(f"stopped: {type(fault).__name__}: {fault}")
             raise
         plan = replace(plan, notes=(*notes, *plan.notes))
+        run.resolved(model, cluster, plan.training, plan.costs, space, plan.notes, settings)
         run.plan(plan)
     return plan

@@ -11,6 +11,7 @@ from autopiper.cluster.spec import Cluster
 from autopiper.errors import ClusterError, ModelError, PlanError, nearest
 from autopiper.model.spec import Model
 from autopiper.plan.costs import CostTable
+from autopiper.plan.space import Space
 from autopiper.plan.training import Training
 
 if TYPE_CHECKING:
@@ -86,10 +87,10 @@ def as_training(
     cluster: Cluster,
     costs: CostTable | None = None,
 ) -> tuple[Training, tuple[str, ...]]:
-    """Return the Training with batch and precision settled, and notes on everything that was assumed.
+    """Return the Training with its batch settled, and notes on everything that was assumed.
 
-    The precision is the one asked for, else the one that `costs` hold for, else the best that every device supports.
-    Raises PlanError where two answers contradict each other or a device lacks the precision.
+    An open precision becomes the one that `costs` hold for, or stays open: it depends on which devices are used.
+    Raises PlanError where two answers contradict each other.
     """
     notes: list[str] = []
     if training is None:
@@ -118,4 +119,27 @@ def as_training(
                 f"training asks for precision '{training.precision}', but the costs hold for '{costs.precision}'; "
                 "price or profile again, or train in that precision"
             )
-    return training.resolve(d.type for d in cluster.devices()), tuple(notes)
+    return training, tuple(notes)
+
+
+def usable(cluster: Cluster, training: Training, space: Space) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the part of the cluster that a search may use at all, for pricing it, and notes on what is left out.
+
+    Raises PlanError where the precision asked for is supported nowhere, or `space.devices` names no device.
+    """
+    allowed = range(cluster.num_devices) if space.devices is None else space.devices
+    types = {cluster.device(d).type.name: cluster.device(d).type for d in allowed}
+    if not types:
+        raise PlanError("space.devices is empty; name at least one device, or None for all")
+    able = [n for n, t in types.items() if training.precision is None or t.supports(training.precision)]
+    if not able:
+        training.resolve(types.values())  # raises, naming who lacks it and what all support
+    notes = tuple(
+        f"{name} stays idle: it does not support {training.precision}, which was asked for"
+        for name in types
+        if name not in able
+    )
+    nodes = [
+        replace(n, devices=tuple(d for d in n.devices if d in able)) for n in cluster.nodes if {*n.devices} & {*able}
+    ]
+    return replace(cluster, nodes=tuple(nodes)), notes

@@ -7,7 +7,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -97,12 +97,12 @@ class RunDirectory:
         model: Model,
         cluster: Cluster,
         training: Training,
-        costs: CostTable | None,
+        costs: CostTable,
         space: Space,
         notes: Sequence[str],
-        **search: Any,
+        settings: Mapping[str, Any],
     ) -> None:
-        """Write what the arguments came to mean, before the search starts."""
+        """Write what the arguments came to mean: before the search starts, and again when the precision is settled."""
         if self.path is None:
             return
         from autopiper.plan.file import write_text
@@ -117,9 +117,12 @@ class RunDirectory:
                 "name": cluster.name, "nodes": len(cluster.nodes), "devices": cluster.counts(),
                 "fingerprint": cluster.fingerprint(),
             },
-            "training": asdict(training) | {"bytes_per_parameter": training.bytes_per_parameter},
-            "costs": {"source": costs.source if costs else "analytic"},
-            "search": {"objective": "step_time", **search},
+            "training": asdict(training) | (
+                {"bytes_per_parameter": training.bytes_per_parameter} if training.precision
+                else {"precision_reason": "open: the best that all used devices support"}
+            ),
+            "costs": {"source": costs.source},
+            "search": dict(settings),
             "space": asdict(space),
             "notes": {"lines": list(notes)},
         }  # fmt: skip

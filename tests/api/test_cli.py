@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 
 import autopiper as ap
+from autopiper import ir
+from autopiper.plan import Plan, Provenance
 
 MIXED = """
 name = "small-mixed"
@@ -196,6 +200,62 @@ def test_a_plan_that_is_not_kept_is_said_so(inputs: tuple[Path, Path]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Model ")
     assert "give -o RUN_DIR to keep it" in done.stderr
+
+
+def test_ctrl_c_ends_a_search_with_what_to_do(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from autopiper.cli import main; main()", "optimize", "llama-3-70b", inputs[1]]
+    with subprocess.Popen(
+        [*map(str, command), "--n-trials", "100000", "-o", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as search:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "resolved.toml").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        search.send_signal(signal.SIGINT)
+        out, err = search.communicate(timeout=60)
+    assert search.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert f"interrupted: no plan was written. What it saw so far is in {tmp_path}." in err
+    assert "stopped: KeyboardInterrupt" in (tmp_path / "log.txt").read_text()
+
+
+SCRIPT = """
+import os, sys
+import autopiper as ap
+
+plan = ap.load_plan(os.environ["AUTOPIPER_PLAN"])
+print(f"rank {os.environ['RANK']} of {len(plan.devices)} got {sys.argv[1:]}", flush=True)
+if "--fail" in sys.argv and os.environ["RANK"] == "1":
+    raise ValueError("the data ended")
+"""
+
+
+def test_launch_runs_a_script_on_every_rank(tmp_path: Path) -> None:
+    model, cluster = ap.Model.chain(2), ap.Cluster.local(2)
+    training = ap.Training(global_batch_size=2)
+    strategy = ap.Strategy.uniform(model, cluster, training, pipeline_parallel_size=2)
+    costs = ap.CostTable.from_layers(forward_s=[1, 1], backward_s=[1, 1])
+    made_by_hand(strategy, model, cluster, costs).save(tmp_path / "plan.json")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = autopiper("launch", tmp_path, tmp_path / "train.py", "--lr", "3e-4", "-x")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} of 2 got ['--lr', '3e-4', '-x']" for r in (0, 1)]
+    failed = autopiper("launch", tmp_path, tmp_path / "train.py", "--fail")
+    assert failed.returncode == 1
+    assert "rank 1: ValueError: the data ended" in failed.stderr
+    refused(autopiper("launch", tmp_path, tmp_path / "absent.py"), "there is no script")
+
+
+def made_by_hand(strategy: ap.Strategy, model: ap.Model, cluster: ap.Cluster, costs: ap.CostTable) -> Plan:
+    graph = ir.build(strategy, model, cluster)
+    return Plan(
+        model=model, cluster=cluster, costs=costs, strategy=strategy, programs=tuple(ir.lower(graph)), step_time_s=1.0,
+        makespan_s=1.0, relative_error=0.0, peak_memory_bytes=(0.0, 0.0), lower_bound_s=1.0, binding="nothing",
+        provenance=Provenance(autopiper_version="0"),
+    )  # fmt: skip
 
 
 def test_env() -> None:

@@ -19,18 +19,25 @@ def test_resolved_is_toml_whatever_the_names(tmp_path: Path) -> None:
     model = ap.Model.chain(2).renamed(NAME)
     cluster = replace(ap.Cluster.homogeneous("a100-80g", devices_per_node=2), name=NAME)
     training = ap.Training(global_batch_size=8).resolve(d.type for d in cluster.devices())
+    costs = ap.CostTable(blocks=(), source=NAME)
     with RunDirectory(tmp_path / "deep" / "run") as run:
-        run.resolved(model, cluster, training, None, ap.Space(), [NAME], timeout=1.5, n_trials=None, seed=0)
+        run.resolved(model, cluster, training, costs, ap.Space(), [NAME], {"timeout": 1.5, "n_trials": None, "seed": 0})
         run.log("one line")
         run.trial(7, "tp 2", float("inf"))
     content = tomllib.loads((tmp_path / "deep" / "run" / "resolved.toml").read_text())
-    assert content["model"]["name"] == content["cluster"]["name"] == content["notes"]["lines"][0] == NAME
+    assert (
+        content["model"]["name"]
+        == content["cluster"]["name"]
+        == content["notes"]["lines"][0]
+        == content["costs"]["source"]
+        == NAME
+    )
     assert content["model"]["fingerprint"] == model.fingerprint()
     assert content["training"] == {
         "global_batch_size": 8, "precision": "bf16", "optimizer": "adamw", "state_layout": "mixed",
         "precision_reason": "best precision, supported by all used devices", "bytes_per_parameter": 18,
     }  # fmt: skip
-    assert content["search"] == {"objective": "step_time", "timeout": 1.5, "seed": 0}
+    assert content["search"] == {"timeout": 1.5, "seed": 0}
     assert content["space"]["schedules"] == ["gpipe", "1f1b"]
     log = (tmp_path / "deep" / "run" / "log.txt").read_text().splitlines()
     assert len(log) == 3

@@ -8,7 +8,7 @@ import pytest
 
 import autopiper as ap
 from autopiper.errors import ClusterError, CostError, ModelError, PlanError
-from autopiper.inputs import as_cluster, as_model, as_training
+from autopiper.inputs import as_cluster, as_model, as_training, usable
 from autopiper.plan import Plan, Provenance
 
 GIB = 2**30
@@ -181,7 +181,7 @@ def test_clusters_in_every_form(tmp_path: Path) -> None:
 def test_what_is_assumed_is_noted() -> None:
     training, notes = as_training(None, None, tiny(), pair())
     assert training.global_batch_size == 32
-    assert training.precision == "bf16"
+    assert training.precision is None
     assert notes == (
         "global_batch_size was not given and model 'transformer' has no published one: assumed 16 samples x 2 devices = 32",
     )
@@ -220,3 +220,67 @@ def test_two_answers_are_refused() -> None:
 def test_what_this_version_cannot_do_is_refused(argument: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         ap.optimize(tiny(), pair(), **argument)
+
+
+def test_only_devices_that_may_be_used_are_priced() -> None:
+    cluster = mixed()
+    open_ = ap.Training(global_batch_size=8)
+    assert usable(cluster, open_, ap.Space()) == (cluster, ())
+    part, notes = usable(cluster, replace(open_, precision="bf16"), ap.Space())
+    assert part.counts() == {"a100-80g": 2}
+    assert notes == ("v100-32g stays idle: it does not support bf16, which was asked for",)
+    assert usable(cluster, open_, ap.Space(devices=(2,)))[0].counts() == {"v100-32g": 2}
+    with pytest.raises(
+        PlanError, match="precision 'bf16' is not supported by v100-32g; all used devices support: fp16"
+    ):
+        usable(cluster, replace(open_, precision="bf16"), ap.Space(devices=(2, 3)))
+    with pytest.raises(PlanError, match=r"space\.devices is empty"):
+        usable(cluster, open_, ap.Space(devices=()))
+
+
+def mixed() -> ap.Cluster:
+    fast, slow = pair(), pair("v100-32g")
+    nodes = (replace(fast.nodes[0], name="fast"), replace(slow.nodes[0], name="slow"))
+    return ap.Cluster(name="mixed", device_types=fast.device_types + slow.device_types, nodes=nodes)
+
+
+def test_optimize_finds_its_precision_and_says_what_it_assumed() -> None:
+    plan = ap.optimize(tiny(), mixed(), n_trials=2)
+    assert plan.training.global_batch_size == 16 * 4
+    assert plan.notes[0].startswith("global_batch_size was not given and model 'transformer' has no published one")
+    assert plan.step_time_s >= plan.lower_bound_s > 0
+    assert ap.verify(plan)
+    asked = ap.optimize(tiny(), mixed(), training=ap.Training(global_batch_size=16, precision="bf16"), n_trials=2)
+    assert asked.training.precision == "bf16"
+    assert set(asked.devices) <= {0, 1}
+    assert "v100-32g stays idle: it does not support bf16, which was asked for" in asked.notes
+
+
+def test_optimize_is_reproducible_and_never_worse_than_the_baseline() -> None:
+    model, cluster = tiny(), mixed()
+    baseline = ap.Strategy.uniform(model, cluster, ap.Training(global_batch_size=16), pipeline_parallel_size=2)
+    plans = [ap.optimize(model, cluster, global_batch_size=16, n_trials=3, seed=5, baseline=baseline) for _ in range(2)]
+    assert plans[0].strategy == plans[1].strategy
+    assert plans[0].step_time_s <= ap.simulate(baseline, model, cluster).step_time_s
+
+
+def test_a_module_is_profiled_planned_and_verified() -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    cluster = ap.Cluster.local(2)
+    example = (torch.zeros(1, 32),)
+    costs = ap.profile(
+        module, cluster, example_inputs=example, micro_batch_sizes=(1, 2, 4, 8), repeats=1, window_s=0.01
+    )
+    assert costs.precision == "fp32"
+    assert {b.evidence for b in costs.blocks} == {"measured"}
+    assert {b.samples for b in costs.blocks} == {1, 2, 4, 8}
+    plan = ap.optimize(module, cluster, example_inputs=example, global_batch_size=16, costs=costs, n_trials=2)
+    assert plan.costs == costs
+    assert ap.verify(plan)
+    with pytest.raises(
+        ClusterError, match="device_type is None, but the cluster has a100-80g, v100-32g; name the one measured"
+    ):
+        ap.profile(module, mixed(), example_inputs=example)
+    with pytest.raises(ModelError, match=r"an nn\.Module needs example_inputs"):
+        ap.optimize(module, cluster)
