@@ -101,10 +101,13 @@ def _print_plan(plan: Plan) -> None:
     from rich.console import Console
 
     from autopiper.api import simulate
-    from autopiper.report.table import PLAIN_WIDTH, plan_table
+    from autopiper.report.table import MIN_WIDTH, PLAIN_WIDTH, plan_table
 
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
-    Console(width=wide).print(plan_table(plan, simulate(plan)))
+    console = Console()
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        console.width = PLAIN_WIDTH
+    console.width = max(console.width, MIN_WIDTH)
+    console.print(plan_table(plan, simulate(plan)))
 
 
 def _summary(plan: Plan) -> dict[str, Any]:

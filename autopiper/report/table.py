@@ -15,8 +15,8 @@ from autopiper.plan.timeline import Timeline
 from autopiper.report.summary import summarize
 
 GIB = 2**30
-PLAIN_WIDTH = 100
-"""Columns where the output is not a terminal."""
+PLAIN_WIDTH, MIN_WIDTH = 100, 80
+"""Columns where the output is not a terminal, and the fewest that a table is drawn for."""
 
 
 def plan_table(plan: Plan, timeline: Timeline) -> RenderableType:
@@ -26,7 +26,7 @@ def plan_table(plan: Plan, timeline: Timeline) -> RenderableType:
 
 def plan_text(plan: Plan, timeline: Timeline, *, width: int = PLAIN_WIDTH) -> str:
     """Return the same as plain text of `width` columns."""
-    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(width=max(width, MIN_WIDTH), color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as captured:
         console.print(plan_table(plan, timeline))
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
@@ -100,13 +100,13 @@ def _pipeline_line(pipe: dict[str, Any]) -> str:
 
 
 def _stages(pipe: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1), pad_edge=False)
-    table.add_column("stage", justify="right")
-    table.add_column("blocks", overflow="fold", ratio=3, min_width=12)
-    table.add_column("devices", overflow="fold", ratio=3, min_width=16)
-    table.add_column("tp x dp", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("stage", justify="right", no_wrap=True)
+    table.add_column("blocks", overflow="fold")
+    table.add_column("devices", overflow="fold")
     table.add_column("recompute", overflow="fold")
-    table.add_column("memory per device", no_wrap=True, justify="right")
+    table.add_column("peak memory", justify="right", no_wrap=True)
+    table.add_column("full", no_wrap=True, justify="right")
     table.add_column("busy", no_wrap=True, justify="right")
     for stage in pipe["stages"]:
         for number, group in enumerate(stage["groups"]):
@@ -116,9 +116,8 @@ def _stages(pipe: dict[str, Any]) -> Table:
                 str(stage["index"]) if first else "",
                 stage["blocks"] if first else "",
                 Text(_group(stage, group)),
-                f"{stage['tensor_parallel_size']} x {stage['data_parallel_size']}" if first else "",
                 _recompute(stage["recompute"], blocks) if first else "",
-                _memory(group["peak_memory_bytes"], group["limit_bytes"]),
+                *_memory(group["peak_memory_bytes"], group["limit_bytes"]),
                 f"{group['busy_fraction']:.0%}",
             )
     return table
@@ -126,7 +125,11 @@ def _stages(pipe: dict[str, Any]) -> Table:
 
 def _group(stage: dict[str, Any], group: dict[str, Any]) -> str:
     text = f"{len(group['devices'])} x {group['type']} on {_names(group['nodes'])}"
-    if stage["data_parallel_size"] > 1:
+    tp, dp = stage["tensor_parallel_size"], stage["data_parallel_size"]
+    degrees = [f"{name} {size}" for name, size in (("tp", tp), ("dp", dp)) if size > 1]
+    if degrees:
+        text += f"; {' x '.join(degrees)}"
+    if dp > 1:
         rows = group["samples"]
         each = "/".join(str(n) for n in dict.fromkeys(n for row in rows for n in row))
         text += f", {each} sample{'' if each == '1' else 's'} each"
@@ -167,11 +170,12 @@ def _names(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]} ({len(names)} nodes)"
 
 
-def _memory(used: float, limit: float) -> str:
+def _memory(used: float, limit: float) -> tuple[str, str]:
+    """Peak against limit in one unit, and how full that is."""
     if limit == float("inf"):
-        return size(used)
+        return size(used), ""
     unit, scale = ("GiB", GIB) if limit >= GIB else ("MiB", 2**20)
-    return f"{used / scale:.1f} / {limit / scale:.1f} {unit} ({used / limit:.0%})"
+    return f"{used / scale:.1f} / {limit / scale:.1f} {unit}", f"{used / limit:.0%}"
 
 
 def size(number: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -102,7 +103,7 @@ def test_text_holds_everything_a_newcomer_asks_for(mixed: tuple[Plan, Timeline])
         "fp16: best that all used devices support (bf16 is not supported by v100-32g); with dynamic loss scaling",
         "Pipeline 0: 48 samples (75.0% of the batch) in 24 micro-batches of 2; schedule gpipe",
         "Pipeline 1: 16 samples (25.0% of the batch) in 16 micro-batches of 1; schedule 1f1b",
-        f"{used / GIB:.1f} / {limit / GIB:.1f} GiB ({used / limit:.0%})",
+        f"{used / GIB:.1f} / {limit / GIB:.1f} GiB {used / limit:.0%} {group['busy_fraction']:.0%}",
         f"Bubble {timeline.bubble_fraction:.1%}",
         f"{timeline.exposed_fraction:.1%} of device time",
         "bound by the work of all devices together",
@@ -113,11 +114,15 @@ def test_text_holds_everything_a_newcomer_asks_for(mixed: tuple[Plan, Timeline])
         assert words in flat
 
 
-@pytest.mark.parametrize("width", [100, 140])
+@pytest.mark.parametrize("width", range(80, 150, 5))
 def test_no_line_is_cut(mixed: tuple[Plan, Timeline], width: int) -> None:
     text = plan_text(*mixed, width=width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
+    assert [line.split()[-3:] for line in text.splitlines() if line.startswith("stage")] == [
+        ["memory", "full", "busy"]
+    ] * 2
+    assert len([line for line in text.splitlines() if re.search(r" GiB +\d+% +\d+%$", line)]) == 3
     assert " ".join(text.split()).count("and so on") == 20
     assert "\x1b" not in text
     assert not [line for line in text.splitlines() if line != line.rstrip()]
