@@ -20,6 +20,7 @@ from torch import Tensor
 from autopiper._data import data
 from autopiper.errors import PlanError, RuntimeFault
 from autopiper.plan import Action, Program
+from autopiper.plan.actions import COMPUTE_STREAM
 from autopiper.runtime.lanes import Lanes, Pending
 
 HEADER_BYTES = 16384
@@ -105,55 +106,87 @@ def _decode(header: Tensor) -> Form:
     )
 
 
+class Arriving(Pending):
+    """A message on its way: its buffers are posted as soon as the form of the channel's messages is known."""
+
+    def __init__(self, channel: Channel, samples: int, then: Callable[[list[Tensor], Form], None]) -> None:
+        super().__init__()
+        self._channel, self._samples = channel, samples
+        self._deliver: Callable[[list[Tensor], Form], None] | None = then
+        self._tensors: list[Tensor] = []
+
+    def post(self, form: Form) -> None:
+        """Give the backend a buffer for every tensor."""
+        self._tensors = [
+            torch.empty((self._samples, *t.shape), dtype=getattr(torch, t.dtype), device=self._channel.device)
+            for t in form.tensors
+        ]
+        self._works = self._channel.post(self._tensors)
+
+    def finish(self, lanes: Lanes) -> None:
+        """Wait for the message, for its form first where that is not known."""
+        form = self._channel.known_form()
+        super().finish(lanes)
+        if self._deliver is not None:
+            self._deliver(self._tensors, form)
+            self._deliver = None
+
+
 class Channel:
     """One direction between two ranks. The sender uses `send`, the receiver `receive`."""
 
     def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device, lanes: Lanes) -> None:
-        self._group, self._peer, self._device, self._lanes = group, peer, device, lanes
-        self._header = False
-        self.form: Form | None = None
-        """What a message consists of, once known."""
+        self._group, self._peer, self.device, self._lanes = group, peer, device, lanes
+        self._announced = False
+        self._form: Form | None = None
+        self._header: tuple[Tensor, list[dist.Work]] | None = None
+        self._unposted: list[Arriving] = []
 
     def send(self, tensors: Sequence[Tensor], form: Form, *, announce: bool, over: Callable[[], None]) -> None:
         """Send one message and keep its tensors until it is over; `announce`: with a header before the first one."""
         out = [t for t in tensors if t.numel()]
-        if announce and not self._header:
-            out.insert(0, _encode(form, self._device))
-            self._header = True
+        if announce and not self._announced:
+            out.insert(0, _encode(form, self.device))
+            self._announced = True
         works = [w for t in out if (w := dist.isend(t, self._peer, group=self._group)) is not None]
         self._lanes.keep_until_sent(works, out, over)
 
-    def receive(self, samples: int, *, announced: bool, then: Callable[[list[Tensor], Form], None]) -> Pending:
-        """Receive one message of so many samples. Its buffers are posted at once where its form is known by now."""
-        if self.form is not None:
-            tensors, works = self._post(samples, self.form)
-            form = self.form
-            return Pending(works, lambda: then(tensors, form))
-        header, first = None, []
-        if announced and not self._header:
-            self._header = True
-            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._device)
-            work = dist.irecv(header, self._peer, group=self._group)
-            first = [work] if work is not None else []
+    def receive(self, samples: int, *, announced: bool, then: Callable[[list[Tensor], Form], None]) -> Arriving:
+        """Receive one message of so many samples, and hand it to `then`."""
+        arriving = Arriving(self, samples, then)
+        if self._form is not None:
+            arriving.post(self._form)
+            return arriving
+        self._unposted.append(arriving)
+        if announced and self._header is None:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
+            self._header = (header, self.post([header]))
+        return arriving
 
-        def late() -> None:
-            if header is not None:
-                self.form = _decode(header)
-            if self.form is None:
-                raise RuntimeFault("a message arrived whose form is not known yet")
-            tensors, works = self._post(samples, self.form)
+    def post(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        """Give the backend buffers to receive into; in the order in which they are sent."""
+        works = [dist.irecv(t, self._peer, group=self._group) for t in tensors if t.numel()]
+        return [w for w in works if w is not None]
+
+    def learn(self, form: Form) -> None:
+        """Hear what messages consist of, and post the buffers of all that are expected by now, in their order."""
+        if self._form is None:
+            self._form = form
+            for arriving in self._unposted:
+                arriving.post(form)
+            self._unposted = []
+
+    def known_form(self) -> Form:
+        """Return what messages consist of, reading the header if it must."""
+        if self._form is None:
+            if self._header is None:
+                raise RuntimeFault("a message is waited for before the form of its tensors is known")
+            header, works = self._header
             for work in works:
                 work.wait()
-            then(tensors, self.form)
-
-        return Pending(first, late)
-
-    def _post(self, samples: int, form: Form) -> tuple[list[Tensor], list[dist.Work]]:
-        tensors = [
-            torch.empty((samples, *t.shape), dtype=getattr(torch, t.dtype), device=self._device) for t in form.tensors
-        ]
-        works = [dist.irecv(t, self._peer, group=self._group) for t in tensors if t.numel()]
-        return tensors, [w for w in works if w is not None]
+            self.learn(_decode(header))
+        assert self._form is not None
+        return self._form
 
 
 def identities(actions: Sequence[Action]) -> list[str]:
@@ -170,8 +203,9 @@ def identities(actions: Sequence[Action]) -> list[str]:
 def make_groups(programs: Sequence[Program], rank: int, device: torch.device) -> dict[str, dist.ProcessGroup]:
     """Make one communicator for each stream that this rank shares with others, and exchange a first value on it.
 
-    Every rank works through the streams in the order of their names, so any two ranks meet in the same order. On
-    channels the value is a hash of the messages to come. Raises PlanError where the ends disagree.
+    Every rank works through all streams of the plan in the order of their names (torch numbers communicators by that
+    order, on non-members too), so any two ranks meet in the same order. On channels the value is a hash of the messages
+    to come. Raises PlanError where the ends disagree.
     """
     members: dict[str, set[int]] = {}
     for program in programs:
@@ -180,11 +214,13 @@ def make_groups(programs: Sequence[Program], rank: int, device: torch.device) ->
     mine = next(p for p in programs if rank in p.ranks)
     groups: dict[str, dist.ProcessGroup] = {}
     backend = "nccl" if device.type == "cuda" else "gloo"
-    for stream in sorted(mine.streams):
+    for stream in sorted(members):
         ranks = sorted(members[stream])
-        if stream == "compute" or len(ranks) == 1:
+        if stream == COMPUTE_STREAM or len(ranks) == 1:
             continue
-        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        group = dist.new_group(ranks, backend=backend)
+        if rank not in ranks:
+            continue
         groups[stream] = group
         actions = mine.streams[stream]
         transfer = actions[0].kind.startswith(("SEND", "RECV"))

@@ -136,7 +136,7 @@ class Handlers:
             self._form = form
             for name, channel in self._channels.items():
                 if name.endswith(":B"):  # what comes back has the form of what went out
-                    channel.form = channel.form or form.gradients()
+                    channel.learn(form.gradients())
         elif form != self._form:
             raise RuntimeFault(f"the stage put out {form.text}; before it was {self._form.text}")
         # Only the way back is kept: the output itself goes once it is sent.

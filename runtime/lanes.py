@@ -26,7 +26,8 @@ class Pending:
     """A transfer or collective that was issued and may not be over."""
 
     def __init__(self, works: Sequence[dist.Work] = (), then: Callable[[], None] | None = None) -> None:
-        self._works, self._then = works, then
+        self._works: Sequence[dist.Work] = works
+        self._then = then
         self.over = False
 
     def poll(self) -> bool:

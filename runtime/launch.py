@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing as mp
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -147,14 +148,15 @@ def _child(
         import torch
 
         torch.set_num_threads(num_threads)
-        writer.send(train_fn(*args))
+        writer.send_bytes(pickle.dumps(train_fn(*args)))  # by value: torch's own pickler would share memory
     except Exception as error:
         cause = error.__cause__ if isinstance(error, RuntimeFault) and error.__cause__ else error
         known = isinstance(error, AutoPiperError)
         text = str(error) if known else f"rank {rank}: {type(error).__name__}: {error}"
         kind = type(error).__name__ if known else "RuntimeFault"
         trace = "".join(traceback.format_exception(cause))
-        writer.send(Fault(rank=rank, at_s=time.monotonic(), kind=kind, text=text, trace=trace))
+        fault = Fault(rank=rank, at_s=time.monotonic(), kind=kind, text=text, trace=trace)
+        writer.send_bytes(pickle.dumps(fault))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # communicators would wait at exit for ranks that wait for this one
@@ -190,7 +192,7 @@ def _collect(readers: dict[Connection, int], processes: Sequence[BaseProcess], t
 
 def _receive(reader: Connection, rank: int, process: BaseProcess) -> Any:
     try:
-        return reader.recv()
+        return pickle.loads(reader.recv_bytes())
     except EOFError:
         process.join(END_S)
         code = process.exitcode

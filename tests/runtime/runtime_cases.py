@@ -1,0 +1,286 @@
+"""Modules, data, plans and the one-process reference that the tests of the runtime share (with their workers)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopiper import ir
+from autopiper.cluster.spec import Cluster, DeviceType, Link, Node
+from autopiper.model.spec import Model
+from autopiper.plan import CostTable, Group, Pipeline, Plan, Provenance, Schedule, Stage, Strategy, Training
+
+SEQUENCE, VOCABULARY, WIDTH = 6, 40, 16
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class Double(nn.Module):
+    """Two tensors from one: a boundary behind it carries both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.lin(x)), x
+
+
+class Both(nn.Module):
+    """Two tensors to two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"left": torch.sigmoid(self.lin(pair[0])), "right": pair[1] + pair[0]}
+
+
+class Join(nn.Module):
+    """One tensor from two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: Mapping[str, Tensor]) -> Tensor:
+        return torch.tanh(self.lin(pair["left"]) * pair["right"])
+
+
+class Scale(nn.Module):
+    """No parameters, so nothing before it needs a gradient: a boundary behind it sends none back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+def sequential() -> nn.Module:
+    """Seven blocks with none, one and many tensors between them, two of them without parameters."""
+    hidden = [Scale(), nn.Linear(WIDTH, WIDTH), Double(), Both(), Join(), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*hidden)
+
+
+def sequential_tied() -> nn.Module:
+    """Embedding, two layers, and an output that shares the embedding's weight."""
+    output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    embedding = nn.Embedding(VOCABULARY, WIDTH)
+    output.weight = embedding.weight
+    return nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), output)
+
+
+def _llama(tied: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    module: nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=24, max_position_embeddings=32, tie_word_embeddings=tied,
+            initializer_range=0.2,
+        )
+    )  # fmt: skip
+    return module
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "sequential": sequential,
+    "sequential_tied": sequential_tied,
+    "llama": lambda: _llama(tied=False),
+    "llama_tied": lambda: _llama(tied=True),
+}
+
+
+def make_module(name: str, precision: str) -> nn.Module:
+    """Build a module with the same weights in every process."""
+    torch.manual_seed(7)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[precision])
+    try:
+        return MODULES[name]()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def example(name: str, samples: int, precision: str, seed: int = 0) -> Any:
+    """Make a batch: ids and ragged labels for language models, vectors otherwise."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    if name == "sequential":
+        shape = (samples, WIDTH)
+        x, y = (torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[precision]) for _ in range(2))
+        return x, y
+    ids = torch.randint(0, VOCABULARY, (samples, SEQUENCE), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (samples, SEQUENCE), generator=generator)
+    ignored = torch.rand((samples, SEQUENCE), generator=generator) < torch.rand((samples, 1), generator=generator)
+    return {"input_ids": ids, "labels": labels.masked_fill(ignored, -100)}
+
+
+def inputs_of(name: str, batch: Any) -> Any:
+    """The module's own inputs, as `Model.from_module` takes them."""
+    if name == "sequential":
+        return (batch[0],)
+    return {"input_ids": batch["input_ids"]} if name.startswith("llama") else (batch["input_ids"],)
+
+
+def loss_mean(output: Tensor, batch: Any) -> Tensor:
+    """A bare scalar: the mean over samples."""
+    return functional.mse_loss(output, batch[1])
+
+
+def loss_tokens(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Sum over the tokens that count, and how many they are."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    labels = batch["labels"]
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss, (labels != -100).sum()
+
+
+def loss_of(name: str) -> Callable[[Any, Any], Any]:
+    return loss_mean if name == "sequential" else loss_tokens
+
+
+def sequential_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An nn.Sequential takes ids by position."""
+    return (batch["input_ids"],), {}
+
+
+def optimizer_of(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def cpu_cluster(num_devices: int, platform: str = "cpu") -> Cluster:
+    kind = DeviceType(
+        name="core", memory_bytes=float("inf"), peak_flops={"fp32": 1e10, "fp64": 5e9, "bf16": 1e10},
+        memory_bytes_per_s=1e10, platform=platform,
+    )  # fmt: skip
+    link = Link(bytes_per_s=1e9, latency_s=1e-5)
+    node = Node(name="here", devices=("core",) * num_devices, intra=link, nic=link)
+    return Cluster(name="cores", device_types=(kind,), nodes=(node,))
+
+
+def make_plan(model: Model, cluster: Cluster, strategy: Strategy) -> Plan:
+    """A plan as the search would write it, without predictions."""
+    graph = ir.build(strategy, model, cluster)
+    programs = ir.lower(graph)
+    ir.verify(graph, programs)
+    return Plan(
+        model=model, cluster=cluster, costs=CostTable(blocks=()), strategy=strategy, programs=programs,
+        step_time_s=1.0, makespan_s=1.0, relative_error=0.0, peak_memory_bytes=(0.0,) * len(graph.devices()),
+        lower_bound_s=1.0, binding="none", provenance=Provenance(autopiper_version="test"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a worker needs beside the plan."""
+
+    module: str
+    optimizer: str = "sgd"
+    steps: int = 10
+    factory: bool = False
+    whole: bool = True
+
+
+def describe(name: str, precision: str) -> Model:
+    batch = example(name, 1, precision)
+    return Model.from_module(make_module(name, precision), inputs_of(name, batch), name=name)
+
+
+def _split(draw: random.Random, total: int, parts: int, least: int) -> list[int]:
+    """Share `total` into so many numbers of at least `least`."""
+    left = total - least * parts
+    marks = sorted(draw.randint(0, left) for _ in range(parts - 1))
+    return [b - a + least for a, b in zip([0, *marks], [*marks, left], strict=True)]
+
+
+def random_strategy(draw: random.Random, num_blocks: int, precision: str, clip: float | None) -> Strategy:
+    """One to three pipelines on one to four ranks: unequal cuts, slices, micro-batches; gpipe and 1f1b; recompute."""
+    world = draw.randint(1, 4)
+    ranks = list(range(world))
+    draw.shuffle(ranks)
+    pipelines, families = [], []
+    for size in _split(draw, world, draw.randint(1, min(3, world)), 1):
+        mine, ranks = ranks[:size], ranks[size:]
+        sizes = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 4)))
+        groups = _split(draw, size, draw.randint(1, size), 1)
+        cuts = [0, *sorted(draw.sample(range(1, num_blocks), len(groups) - 1)), num_blocks]
+        stages = []
+        for group, start, stop in zip(groups, cuts[:-1], cuts[1:], strict=True):
+            members, mine = mine[:group], mine[group:]
+            stages.append(
+                Stage(
+                    start=start,
+                    stop=stop,
+                    group=Group(
+                        members=tuple((m,) for m in members),
+                        slices=tuple(tuple(_split(draw, s, group, 0)) for s in sizes),
+                    ),
+                    recompute=tuple(draw.choice(("none", "full")) for _ in range(stop - start)),
+                )
+            )
+        pipelines.append(Pipeline(micro_batch_sizes=sizes, stages=tuple(stages)))
+        families.append(draw.choice(("gpipe", "1f1b")))
+    return Strategy(
+        training=Training(
+            global_batch_size=sum(p.share for p in pipelines), precision=precision, clip_grad_norm=clip,
+            optimizer="sgd-momentum",
+        ),
+        pipelines=tuple(pipelines),
+        schedules=tuple(Schedule(family=f, pipelines=(i,)) for i, f in enumerate(families)),
+        bucket_bytes=draw.choice((600, 5000, 25 * 2**20)),
+    )  # fmt: skip
+
+
+def run_reference(plan: Plan, case: Case, state: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Train in one process, looping over the same micro-batches and slices."""
+    precision = plan.training.precision or ""
+    module = make_module(case.module, precision)
+    if state is not None:
+        module.load_state_dict(dict(state), strict=False)
+    named = dict(module.named_parameters())
+    optimizer = optimizer_of(case.optimizer, list(named.values()))
+    graph = ir.build(plan.strategy, plan.model, plan.cluster)
+    out: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(case.steps):
+        batch = example(case.module, plan.training.global_batch_size, precision, seed=step)
+        optimizer.zero_grad()
+        total, weight, at = 0.0, 0.0, 0
+        for pipe in graph.pipelines:
+            for row in pipe.stages[-1].slices:
+                for samples in filter(None, row):
+                    part = _cut(batch, at, at + samples)
+                    at += samples
+                    loss, part_weight = _loss(case.module, module, part, samples)
+                    loss.backward()
+                    total, weight = total + float(loss.detach().double()), weight + float(part_weight)
+        for parameter in named.values():
+            assert parameter.grad is not None
+            parameter.grad /= weight
+        if plan.training.clip_grad_norm is not None:
+            out["norms"].append(float(nn.utils.clip_grad_norm_(list(named.values()), plan.training.clip_grad_norm)))
+        out["losses"].append(total / weight)
+        if step == 0:
+            out["gradients"] = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        optimizer.step()
+    out["parameters"] = {n: p.detach().clone() for n, p in named.items()}
+    return out
+
+
+def _loss(name: str, module: nn.Module, batch: Any, samples: int) -> tuple[Tensor, float]:
+    if name == "sequential":
+        return loss_mean(module(batch[0]), batch) * samples, samples
+    output = module(input_ids=batch["input_ids"]) if name.startswith("llama") else module(batch["input_ids"])
+    loss, weight = loss_tokens(output, batch)
+    return loss, float(weight)
+
+
+def _cut(batch: Any, start: int, stop: int) -> Any:
+    if isinstance(batch, dict):
+        return {k: v[start:stop] for k, v in batch.items()}
+    return tuple(v[start:stop] for v in batch)
