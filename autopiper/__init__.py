@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autopiper._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from autopiper import costmodel as costmodel
     from autopiper import runtime as runtime
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from autopiper.plan.directives import slices as slices
     from autopiper.plan.directives import split as split
 
-__version__ = "0.1.0"
 
 _WHERE = {
     **dict.fromkeys(("optimize", "price", "profile", "simulate", "verify"), "autopiper.api"),

@@ -9,7 +9,7 @@ import subprocess
 from importlib import metadata
 from typing import Any
 
-import autopiper
+from autopiper._version import __version__
 
 LIBRARIES = (
     "torch", "transformers", "numpy", "networkx", "pulp", "highspy", "optuna", "pydantic", "typer", "rich",
@@ -19,7 +19,7 @@ LIBRARIES = (
 def describe() -> dict[str, Any]:
     """Return versions, cores, memory in bytes and GPUs as JSON types."""
     return {
-        "autopiper": autopiper.__version__,
+        "autopiper": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
