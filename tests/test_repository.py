@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -153,8 +154,13 @@ def test_errors_are_also_the_built_in_that_a_reader_expects() -> None:
     assert str(errors.PlanError("two faults:", ["a", "b"])) == "two faults:\n  - a\n  - b"
 
 
-def test_the_installed_script_is_this_command_line() -> None:
-    assert importlib.util.find_spec("autopiper.cli") is not None
+def test_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == autopiper.__version__
+    assert project["scripts"] == {"autopiper": "autopiper.cli:main"}
+
+
+def test_make_lists_its_targets() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     for target in ("setup", "demo", "test", "lint", "clean"):
