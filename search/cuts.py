@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from autopiper._data import data
-from autopiper.search.layers import LayerPlan, LayerProblem, StageSlot, evaluate, excess_bytes
+from autopiper.search.layers import LayerPlan, LayerProblem, StageSlot, evaluate
 from autopiper.search.prices import Array
 
 Choices: TypeAlias = tuple[str, ...]
 Mask: TypeAlias = npt.NDArray[np.bool_]
+Steps: TypeAlias = npt.NDArray[np.intp]
 
 
 @data
@@ -30,13 +31,17 @@ class StageTable:
     time_s: Array
     uniform: dict[str, Mask]
     """For each choice, where it is the one for all blocks."""
-    mixed: dict[tuple[int, int], Choices]
+    mixer: Mixer | None
+    """Chooses block by block where no one choice is best."""
 
     def recompute(self, start: int, stop: int) -> Choices:
         """Return the choice of each block of the stage [start, stop)."""
-        if (start, stop) in self.mixed:
-            return self.mixed[start, stop]
-        return next((c,) * (stop - start) for c, where in self.uniform.items() if where[start, stop])
+        for choice, where in self.uniform.items():
+            if where[start, stop]:
+                return (choice,) * (stop - start)
+        if self.mixer is None:
+            raise IndexError(f"stage [{start}, {stop}) does not fit")
+        return self.mixer.mix(start, stop)
 
 
 class TableCache:
@@ -73,56 +78,101 @@ def stage_table(slot: StageSlot, choices: Choices) -> StageTable:
         uniform[choice] = better
         time_s = np.where(better, seconds, time_s)
         fits_at_all |= fits
-    mixed: dict[tuple[int, int], Choices] = {}
+    mixer = None
     if len(choices) > 1:
-        worth = fits_at_all & ~uniform[choices[0]]
-        for i, j in zip(*np.nonzero(worth), strict=True):
-            chosen = _mix(slot, int(i), int(j), choices)
-            if chosen is not None:
-                seconds = max(sum(m.block_s(c)[i + k] for k, c in enumerate(chosen)) for m in slot.members)
-                if seconds < time_s[i, j]:
-                    time_s[i, j], mixed[int(i), int(j)] = seconds, chosen
-    return StageTable(time_s=time_s, uniform=uniform, mixed=mixed)
+        mixer = Mixer(slot, choices)
+        for i, j in zip(*np.nonzero(fits_at_all & ~uniform[choices[0]]), strict=True):
+            seconds = mixer.seconds(int(i), int(j))
+            if seconds < time_s[i, j]:
+                time_s[i, j] = seconds
+                for where in uniform.values():
+                    where[i, j] = False
+    return StageTable(time_s=time_s, uniform=uniform, mixer=mixer)
 
 
-def _mix(slot: StageSlot, start: int, stop: int, choices: Choices) -> Choices | None:
-    """Recompute the blocks that save most per second until the stage fits, then give back what proves needless."""
-    lead = slot.members[0]
-    base = choices[0]
-    options = []
-    for b in range(start, stop):
-        for choice in choices[1:]:
-            saved = float(lead.kept_bytes[base][b] - lead.kept_bytes[choice][b])
-            cost = float(lead.extra_s[choice][b] - lead.extra_s[base][b])
-            if saved > 0:
-                options.append((-(saved / cost) if cost > 0 else -np.inf, -saved, b, choice))
-    options.sort()
-    chosen = [base] * (stop - start)
-    low, high = 0, len(options)
+class Mixer:
+    """Recomputes the blocks that save most per second until a stage fits, then gives back what proves needless.
 
-    def apply(count: int) -> list[str]:
-        out = [base] * (stop - start)
-        for _, _, b, choice in options[:count]:
-            if lead.kept_bytes[choice][b] < lead.kept_bytes[out[b - start]][b]:
-                out[b - start] = choice
-        return out
+    Each step of the common order makes one block keep less. Workspace only grows with recompute, so the memory after
+    k steps is a sum and a maximum over the first k of the steps that lie in the stage.
+    """
 
-    if excess_bytes(slot, start, stop, apply(high)) > 0:
-        return None
-    while low < high:  # more recompute keeps less; the workspace may grow at the first step, which the last check sees
-        middle = (low + high) // 2
-        if excess_bytes(slot, start, stop, apply(middle)) > 0:
-            low = middle + 1
-        else:
-            high = middle
-    chosen = apply(low)
-    if excess_bytes(slot, start, stop, chosen) > 0:
-        return None
-    for b in sorted(range(start, stop), key=lambda b: -float(lead.extra_s[chosen[b - start]][b])):
-        kept, chosen[b - start] = chosen[b - start], base
-        if excess_bytes(slot, start, stop, chosen) > 0:
-            chosen[b - start] = kept
-    return tuple(chosen)
+    def __init__(self, slot: StageSlot, choices: Choices) -> None:
+        self.slot, self.choices = slot, choices
+        lead, base = slot.members[0], choices[0]
+        kept = {c: lead.kept_bytes[c] for c in choices}
+        options = []
+        for b in range(len(lead.forward_s)):
+            for choice in choices[1:]:
+                saved = float(kept[base][b] - kept[choice][b])
+                cost = float(lead.extra_s[choice][b] - lead.extra_s[base][b])
+                if saved > 0:
+                    options.append((-(saved / cost) if cost > 0 else -np.inf, -saved, b, choice))
+        now = dict.fromkeys(range(len(lead.forward_s)), base)
+        self.steps: list[tuple[int, str]] = []
+        saves: list[list[float]] = []
+        spaces: list[list[float]] = []
+        for _, _, b, choice in sorted(options):
+            if kept[choice][b] < kept[now[b]][b]:
+                saves.append([float(m.kept_bytes[now[b]][b] - m.kept_bytes[choice][b]) for m in slot.members])
+                spaces.append([float(m.workspace_bytes[choice][b]) for m in slot.members])
+                self.steps.append((b, choice))
+                now[b] = choice
+        self.blocks = np.array([b for b, _ in self.steps], dtype=int)
+        self.saves, self.spaces = (np.array(v, dtype=float).reshape(len(self.steps), -1) for v in (saves, spaces))
+        self.base = np.stack([m.memory_bytes(base, slot.in_flight) - m.capacity_bytes for m in slot.members], axis=-1)
+        self.base += slot.reserve_bytes
+        self.base_space = np.stack([m.stage_workspace_bytes[base] for m in slot.members], axis=-1)
+        self.base_s = np.stack([m.time_s[base] for m in slot.members], axis=-1)
+        self.costs = np.array(
+            [[float(m.extra_s[c][b] - m.extra_s[base][b]) for m in slot.members] for b, c in self.steps], dtype=float
+        ).reshape(len(self.steps), -1)  # fmt: skip
+        self.only = len({b for b, _ in self.steps}) == len(self.steps)
+
+    def _steps(self, start: int, stop: int) -> tuple[Steps, int, float] | None:
+        """Return the steps inside a stage, how many of them make it fit, and the bytes then free."""
+        inside = np.nonzero((self.blocks >= start) & (self.blocks < stop))[0]
+        if not len(inside):
+            return None
+        before = self.base_space[start, stop]
+        space = np.maximum(np.maximum.accumulate(self.spaces[inside], axis=0), before) - before
+        saved = self.slot.in_flight * np.cumsum(self.saves[inside], axis=0)
+        over = (self.base[start, stop] - saved + space).max(axis=1)
+        count = int(np.argmax(over <= 0))
+        return (inside, count + 1, -float(over[count])) if over[count] <= 0 else None
+
+    def seconds(self, start: int, stop: int) -> float:
+        """Return the time of the stage with the fewest steps that make it fit; infinite where none do."""
+        found = self._steps(start, stop)
+        if found is None:
+            return float("inf")
+        taken = found[0][: found[1]]
+        if self.only:
+            extra = self.costs[taken].sum(axis=0)
+        else:  # a later step of a block replaces an earlier one
+            last = {int(self.blocks[step]): step for step in taken}
+            extra = self.costs[list(last.values())].sum(axis=0)
+        return float((self.base_s[start, stop] + extra).max())
+
+    def mix(self, start: int, stop: int) -> Choices:
+        """Return the choices of a stage for which `seconds` is finite."""
+        found = self._steps(start, stop)
+        chosen = [self.choices[0]] * (stop - start)
+        if found is None:
+            return tuple(chosen)
+        inside, count, room = found
+        for step in inside[:count]:
+            b, choice = self.steps[step]
+            chosen[b - start] = choice
+        lead = self.slot.members[0]
+        for b in sorted(range(start, stop), key=lambda b: -float(lead.extra_s[chosen[b - start]][b])):
+            back = self.slot.in_flight * max(
+                float(m.kept_bytes[self.choices[0]][b] - m.kept_bytes[chosen[b - start]][b]) for m in self.slot.members
+            )
+            if chosen[b - start] != self.choices[0] and back <= room:
+                room -= back
+                chosen[b - start] = self.choices[0]
+        return tuple(chosen)
 
 
 def solve(problem: LayerProblem, cache: TableCache | None = None) -> LayerPlan | None:

@@ -22,8 +22,8 @@ __all__ = ["Candidate", "Exploration", "Journal"]
 
 ESTIMATE_SLACK = 0.12
 """An estimate is trusted to this much: a draft is not simulated when it would lose even if it were that much faster."""
-CHEAP_ACTIONS = 3000
-"""Below so many actions a simulation takes a few hundredths of a second, and more drafts of a choice are simulated."""
+ACTIONS_AT_ONCE = 120_000
+"""Actions simulated in one round of alternatives: about two seconds; the smaller the job, the more alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,29 +154,35 @@ class Exploration:
         )
 
     def heuristics(self, dimensions: Dimensions) -> list[Choice]:
-        """Return choices worth trying first: degrees in inverse proportion to memory, 1F1B, small micro-batches."""
-        families = [f for f in ("1f1b",) if f in dimensions.families] or list(dimensions.families[:1])
-        largest = max(self.prices.cluster.device_type(n).usable_bytes for n in dimensions.degrees)
-        found = []
-        sets: list[tuple[str, ...]] = [tuple(dimensions.degrees)]
-        sets += [(n,) for n in dimensions.degrees if len(dimensions.degrees) > 1]
-        bases = sorted({d for sizes in dimensions.degrees.values() for d in sizes})
-        for names in sets:
-            for base in bases if len(names) > 1 or len(sets) == 1 else bases[:1]:
-                degrees = []
-                for name in names:
-                    memory = self.prices.cluster.device_type(name).usable_bytes
-                    wanted = base * (largest / memory if largest < float("inf") else 1.0)
-                    sizes = dimensions.degrees[name]
-                    degrees.append((name, min(sizes, key=lambda d: (abs(d - wanted), d))))
-                found += [
-                    Choice(
-                        degrees=tuple(degrees), samples=samples, recompute=dimensions.recompute[0], family=families[0],
-                        most_pipelines=dimensions.most_pipelines[-1],
-                    )
-                    for samples in dimensions.samples[:2]
-                ]  # fmt: skip
-        return list(dict.fromkeys(found))
+        """Return choices worth trying first, all with small micro-batches.
+
+        All types at one degree, and at degrees in inverse proportion to their memory; then each type alone.
+        """
+        family = "1f1b" if "1f1b" in dimensions.families else dimensions.families[0]
+        names = tuple(dimensions.degrees)
+        if not names:
+            return []  # not one device can hold any part
+        memory = {n: self.prices.cluster.device_type(n).usable_bytes for n in names}
+        largest = max(memory.values())
+        sets: list[dict[str, float]] = []
+        for base in sorted({d for sizes in dimensions.degrees.values() for d in sizes}):
+            sets.append({n: base * largest / memory[n] if largest < float("inf") else base for n in names})
+            sets.append(dict.fromkeys(names, float(base)))
+        sets += [{n: 1.0} for n in names if len(names) > 1]
+        return list(
+            dict.fromkeys(
+                Choice(
+                    degrees=tuple(
+                        (n, min(dimensions.degrees[n], key=lambda d: (abs(d - wanted), d)))
+                        for n, wanted in row.items()
+                    ),
+                    samples=samples, recompute=dimensions.recompute[0], family=family,
+                    most_pipelines=dimensions.most_pipelines[-1],
+                )
+                for row in sets
+                for samples in dimensions.samples[:2]
+            )
+        )  # fmt: skip
 
     def _try(self, choice: Choice) -> float | None:
         """Propose, prune by bound and estimate, simulate what is left; return the best step or estimate."""
@@ -199,7 +205,7 @@ class Exploration:
     def _simulate_best(self, drafts: Sequence[Draft]) -> list[float]:
         steps: list[float] = []
         for tried, draft in enumerate(drafts):
-            if tried >= (2 if actions(draft) > CHEAP_ACTIONS else 6) or (tried and self.journal.late()):
+            if tried >= affordable(draft, 2, 6) or (tried and self.journal.late()):
                 break
             if draft.estimate_s * (1 - ESTIMATE_SLACK) >= self.best_s or draft.estimate_s > drafts[0].estimate_s * 1.1:
                 break
@@ -220,7 +226,8 @@ class Exploration:
                 break
             drafts += self._drafts_of([shape], families)
         drafts.sort(key=lambda d: d.estimate_s)
-        for draft in drafts[: 24 if space.equal_pipelines else 8]:
+        most = (24 if space.equal_pipelines else 8) if drafts else 0
+        for draft in drafts[: most and affordable(drafts[0], 4, most)]:
             if draft.estimate_s * (1 - ESTIMATE_SLACK) >= self.best_s or (self.best and self.journal.late(0.85)):
                 break
             outcome = self.simulate(draft)
@@ -242,7 +249,7 @@ class Exploration:
                 return
             before = self.best_s
             moves = polish.neighbours(self.shop, start.draft)
-            limit = 16 if actions(start.draft) > CHEAP_ACTIONS else 80
+            limit = affordable(start.draft, 3, 80)
             for draft in sorted(moves, key=lambda d: d.estimate_s)[:limit]:
                 if self.journal.late(0.95) or draft.estimate_s * (1 - ESTIMATE_SLACK) >= self.best_s:
                     break
@@ -252,6 +259,7 @@ class Exploration:
                 return
 
 
-def actions(draft: Draft) -> int:
-    """Roughly how many actions the simulator will walk."""
-    return sum(6 * p.micro_batches * len(p.members) * p.shape.replicas for p in draft.pieces)
+def affordable(draft: Draft, least: int, most: int) -> int:
+    """Return how many drafts of this size to simulate in one round."""
+    actions = sum(6 * p.micro_batches * len(p.members) * p.shape.replicas for p in draft.pieces)
+    return max(least, min(most, ACTIONS_AT_ONCE // max(1, actions)))

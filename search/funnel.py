@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import autopiper
 from autopiper import ir
 from autopiper._data import data
+from autopiper._version import __version__
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import AutoPiperError, PlanError
 from autopiper.model.spec import Model
@@ -68,7 +68,7 @@ def search(
         if found is not None and (uniform is None or found[1].step_s < uniform[1].step_s):
             uniform = found
         hints = _baseline(exploration, baseline, space, notes) if baseline is not None and number == 0 else []
-        exploration.run(DEFAULT_TRIALS if n_trials is None else n_trials, seed, hints)
+        exploration.run(-(-(n_trials or DEFAULT_TRIALS) // (number + 1)), seed, hints)  # fewer for the less promising
         if exploration.best and (best is None or exploration.best_s < best[2].outcome.step_s):
             best = option, exploration, exploration.best
     if best is None:
@@ -76,7 +76,7 @@ def search(
         raise infeasible(exploration.prices, option.devices, space)
     bound = min((e.bound for _, e in explorations), key=lambda b: b.seconds)
     provenance = Provenance(
-        autopiper_version=autopiper.__version__, seed=seed, n_trials=n_trials, search_s=journal.elapsed_s(),
+        autopiper_version=__version__, seed=seed, n_trials=n_trials, search_s=journal.elapsed_s(),
         libraries=_libraries(), history=tuple(journal.history),
     )  # fmt: skip
     option, exploration, candidate = best

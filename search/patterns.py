@@ -24,6 +24,10 @@ MOST_PATTERNS = 4000
 """Beyond this many, the counts of stages of a type are thinned out (1, 2, 3, 4, 6, 8, 12, 16, 24, …)."""
 
 
+LEAST_OF_A_KIND = 12
+"""Patterns of each set of device types that are kept in any case."""
+
+
 def groups(cluster: Cluster, devices: Sequence[int], name: str, tensor_parallel_size: int) -> int:
     """Return how many tensor-parallel groups of a type fit, each inside one node."""
     held = Counter(cluster.device(d).node for d in devices if cluster.device(d).type.name == name)
@@ -69,34 +73,42 @@ def promising(
 
     `rates` = samples per second of one device of each type at its best; `available` = devices of each type. A pattern's
     waste is its least time for the samples that fall to its devices, fill included, against their time at their best.
-    Memory is asked for in sum only. One pattern of each set of types is kept in any case.
+    Memory is asked for in sum only. The first few patterns of each set of types are kept in any case.
     """
     whole = sum(rates[name] * count for name, count in available.items() if name in rates)
     scored = []
     for number, pattern in enumerate(patterns):
         members = pattern.members(prices)
-        if len(members) != len(pattern.stages) or not _memory_may_fit(members):
+        if len(members) != len(pattern.stages):
             continue
         rate = sum(rates[name] * count for name, count in pattern.use.items())
         further = max(0.0, batch * rate / whole / pattern.samples - 1)
+        if not _memory_may_fit(members, int(further) + 1):
+            continue
         least_s = (len(members) + further) * bottleneck_bound(members)
         scored.append((least_s * rate / ((further + 1) * pattern.samples), number, pattern))
     scored.sort(key=lambda row: row[:2])
     kept = [p for _, _, p in scored[:keep]]
-    kinds = {frozenset(p.use) for p in kept}
+    kinds = Counter(frozenset(p.use) for p in kept)
     for _, _, pattern in scored[keep:]:
-        if frozenset(pattern.use) not in kinds:
-            kinds.add(frozenset(pattern.use))
+        if kinds[frozenset(pattern.use)] < LEAST_OF_A_KIND:
+            kinds[frozenset(pattern.use)] += 1
             kept.append(pattern)
     return kept
 
 
-def _memory_may_fit(members: Sequence[MemberCosts]) -> bool:
-    """Whether the parameters and one micro-batch fit in sum (necessary, not sufficient)."""
-    least = min(
-        float(m.static_bytes[0, -1]) + min(float(k[0, -1]) for k in m.stage_kept_bytes.values()) for m in members
-    )
-    return least <= sum(m.capacity_bytes for m in members)
+def _memory_may_fit(members: Sequence[MemberCosts], micro_batches: int) -> bool:
+    """Whether the stages can hold the model, if it could be divided at will, all its blocks being alike.
+
+    A stage has as many micro-batches in flight as 1F1B gives it, each under the recompute that keeps least.
+    """
+    room = 0.0
+    for s, m in enumerate(members):
+        live = min(micro_batches, len(members) - s)
+        kept = min(float(k[0, -1]) for k in m.stage_kept_bytes.values())
+        held = float(m.static_bytes[0, -1]) + live * kept
+        room += m.capacity_bytes / held if held else float("inf")
+    return room >= 1.0
 
 
 @data

@@ -64,6 +64,7 @@ class MemberCosts:
         self.workspace_bytes = {c: np.array(v, dtype=float) for c, v in workspace_bytes.items()}
         self.block_static_bytes = np.array(static_bytes, dtype=float)
         self.tied = tuple(tied)
+        self._weights: dict[str, float] = {}
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -74,6 +75,21 @@ class MemberCosts:
         """Forward, backward and what is computed again, per block."""
         out: Array = self.forward_s + self.backward_s + self.extra_s[choice]
         return out
+
+    @cached_property
+    def fastest_s(self) -> Array:
+        """Forward and backward of each block under its fastest choice."""
+        out: Array = np.min([self.block_s(c) for c in self.choices], axis=0)
+        return out
+
+    def most_weight(self, other: MemberCosts) -> float:
+        """Return how many seconds of `other`'s work one second of this member can be worth, block by block at most."""
+        found = self._weights.get(other.name)
+        if found is None:
+            mine, theirs = self.fastest_s, other.fastest_s
+            ratio = np.divide(theirs, mine, out=np.full(len(mine), np.inf), where=mine > 0)
+            found = self._weights[other.name] = float(ratio.max())
+        return found
 
     @cached_property
     def time_s(self) -> dict[str, Array]:

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from autopiper._data import data
-from autopiper.search.prices import Array, MemberCosts, Prices
+from autopiper.search.prices import MemberCosts, Prices
 
 
 @data
@@ -88,19 +88,11 @@ def bottleneck_bound(members: list[MemberCosts]) -> float:
     For any weights w of the blocks, a stage that takes T seconds holds at most T · max_b(w_b / price_b) of weight, so
     T >= sum(w) / sum over stages of that maximum (duality). The prices on each stage in turn serve as weights.
     """
-    rows = {m.name: _fastest(m) for m in members}
-    best = max(float(min(row[b] for row in rows.values())) for b in range(len(members[0].forward_s)))
-    for weights in rows.values():
-        room = 0.0
-        for m in members:
-            row = rows[m.name]
-            ratio = np.divide(weights, row, out=np.full(len(row), np.inf), where=row > 0)
-            room += float(ratio.max())
-        if np.isfinite(room) and room > 0:
-            best = max(best, float(weights.sum()) / room)
+    kinds = {m.name: m for m in members}
+    counts = Counter(m.name for m in members)
+    best = float(np.min([m.fastest_s for m in kinds.values()], axis=0).max())
+    for lender in kinds.values():
+        room = sum(count * kinds[name].most_weight(lender) for name, count in counts.items())
+        if 0 < room < float("inf"):
+            best = max(best, float(lender.fastest_s.sum()) / room)
     return best
-
-
-def _fastest(member: MemberCosts) -> Array:
-    out: Array = np.min([member.block_s(c) for c in member.choices], axis=0)
-    return out
