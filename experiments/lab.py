@@ -164,6 +164,10 @@ class Quotas:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the groups."""
         for group in self.hierarchy.base.glob(f"{PREFIX}{os.getpid()}-*"):
             for _ in range(50):  # a process that has just ended leaves its group a moment later
                 try:
