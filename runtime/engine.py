@@ -121,15 +121,19 @@ class Engine:
         """Build this rank's stage and gradient buffers. Raises PlanError with everything that differs from the plan."""
         model, graph, place = self.plan.model, self._graph, self._program.places[0]
         part = graph.stage(place)
-        module, layout = open_module(given, dtype)
+        example = {
+            spec.name: torch.zeros((1, *spec.shape), dtype=getattr(torch, spec.dtype, dtype)) for spec in model.inputs
+        }
+        module, layout = open_module(given, dtype, example or None)
         faults = checks.module_faults(model, layout, module)
         if faults:
             raise PlanError("another module", faults)
         sizes = {n: module.get_parameter(n).numel() for b in layout.blocks for n in b.parameters}
         tied = match_tied(model, layout, sizes)
         self.stage = build_stage(
-            module, layout, part.start, part.stop, recompute=part.recompute, device=self.device, seed=seed, state=state
-        )
+            module, layout, part.start, part.stop, recompute=part.recompute, device=self.device, seed=seed, state=state,
+            example_inputs=example, samples={row[place.member] for row in part.slices} - {0},
+        )  # fmt: skip
         faults = checks.stage_faults(self.stage, dtype)
         if faults:
             raise PlanError("another module", faults)

@@ -21,13 +21,19 @@ def materialise(
     device: torch.device,
     seed: int = 0,
     state: Mapping[str, Tensor] | None = None,
+    recurse: bool = True,
 ) -> None:
     """Give the named sub-modules real parameters and buffers on `device`; all others stay as they are.
+
+    With `recurse=False` only what each of them owns itself.
 
     Every sub-module is initialised under a seed of its own name, a tied parameter by its first name's sub-module,
     so the weights of a block are the same on whichever rank it lives.
     """
-    held = {full: sub for name in names for full, sub in _walk(name, module.get_submodule(name))}
+    if recurse:
+        held = {full: sub for name in names for full, sub in _walk(name, module.get_submodule(name))}
+    else:
+        held = {name: module.get_submodule(name) for name in names}
     fresh = _allocate(module, held.values(), device)
     if not fresh:
         return
@@ -42,7 +48,7 @@ def materialise(
         _initialise(module, name, module.get_submodule(name), seed)
     for name, sub in held.items():
         for leaf, tensor in [*sub._parameters.items(), *sub._buffers.items()]:
-            full = f"{name}.{leaf}"
+            full = f"{name}.{leaf}" if name else leaf
             persistent = leaf in sub._parameters or leaf not in sub._non_persistent_buffers_set
             if tensor is None or id(tensor) not in fresh:
                 continue

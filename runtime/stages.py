@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from autopiper.errors import PlanError
 from autopiper.model.layout import BlockLayout
 from autopiper.model.tracing import find_blocks
 from autopiper.runtime.materialise import materialise
+from autopiper.runtime.traced_stage import Piecewise, adopt, owners
 
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
 
@@ -108,10 +110,10 @@ class _Sequential(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, input: Any) -> Any:  # named as nn.Sequential's own argument
         for part in self.parts:
-            value = part(value)
-        return value
+            input = part(input)
+        return input
 
 
 class _CausalLM(nn.Module):
@@ -159,28 +161,55 @@ def build_stage(
     device: torch.device | str = "cpu",
     seed: int = 0,
     state: Mapping[str, Tensor] | None = None,
+    example_inputs: Mapping[str, Tensor] | None = None,
+    samples: Iterable[int] = (1,),
 ) -> LiveStage:
     """Build the stage that holds blocks [start, stop) of `module`, on `device`.
 
     Blocks on the meta device are allocated, and filled from `state` (by parameter names of the whole module) or by
     their own initialisation, seeded per sub-module so that initial weights do not depend on the cut; blocks with
-    weights are used as they are. Raises PlanError for recompute "selective" and for what cannot be initialised.
+    weights are used as they are. `example_inputs` (the module's inputs by name) and `samples` (every number of samples
+    that it will be run on) are needed only by modules that have to be traced. Raises PlanError for recompute "selective" and for what cannot be initialised.
     """
     recompute = recompute or ("none",) * (stop - start)
     for block, choice in zip(layout.blocks[start:stop], recompute, strict=True):
         if choice not in ("none", "full"):
             raise PlanError(f"block '{block.name}': recompute '{choice}' cannot be run yet; allowed: none, full")
-    names = [n for block in layout.blocks[start:stop] for n in block.modules] + list(layout.shared)
-    materialise(module, layout, names, device=torch.device(device), seed=seed, state=state)
     choices = dict(zip(range(start, stop), recompute, strict=True))
+    fill = partial(materialise, module, layout, device=torch.device(device), seed=seed, state=state)
+    if layout.form == "traced":
+        body: nn.Module = _traced(module, layout, choices, fill, example_inputs or {}, samples)
+        return LiveStage(layout, start, stop, body, _parameters(module, layout, start, stop))
+    fill([n for block in layout.blocks[start:stop] for n in block.modules] + list(layout.shared))
     if layout.form == "sequential":
         parts = [Held(module.get_submodule(layout.blocks[b].modules[0]), c == "full") for b, c in choices.items()]
-        body: nn.Module = _Sequential(parts)
-    elif layout.form == "causal_lm":
-        body = _causal_lm(module, layout, choices)
+        body = _Sequential(parts)
     else:
-        raise PlanError(f"modules of form '{layout.form}' cannot be run yet; allowed: sequential, causal_lm")
+        body = _causal_lm(module, layout, choices)
     return LiveStage(layout, start, stop, body, _parameters(module, layout, start, stop))
+
+
+def _traced(
+    module: nn.Module,
+    layout: BlockLayout,
+    choices: Mapping[int, str],
+    fill: Callable[..., None],
+    example: Mapping[str, Tensor],
+    samples: Iterable[int],
+) -> nn.Module:
+    """Trace the module for every number of samples, and give the held pieces their real parameters."""
+    body = Piecewise(module, example, min(choices), max(choices) + 1)
+
+    def wrap(piece: nn.Module, block: int) -> Held:
+        names = [n for n, _ in [*piece.named_parameters(remove_duplicate=False), *piece.named_buffers()]]
+        fill(owners([*names, *layout.blocks[block].parameters]), recurse=False)
+        adopt(piece, module)
+        return Held(piece, choices[block] == "full")
+
+    for count in sorted(set(samples)):
+        body.trace(count, wrap)
+    body.forget()
+    return body
 
 
 def _parameters(module: nn.Module, layout: BlockLayout, start: int, stop: int) -> dict[str, nn.Parameter]:

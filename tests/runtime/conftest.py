@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,19 +31,23 @@ class Pool:
         self._jobs = 0
 
     def run(self, plan: Plan, case: Case) -> list[dict[str, Any]]:
-        """Run a plan and return the result of each rank. A fault of any rank fails the test, with all tracebacks."""
+        """Run a plan and return the result of each rank, {"refused": text} where the plan was refused.
+
+        A fault of any rank fails the test, with all tracebacks.
+        """
         if not self._workers:
             self._workers = [
                 subprocess.Popen(
                     [sys.executable, str(HERE / "runtime_worker.py"), str(rank)],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                    env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TRANSFORMERS_VERBOSITY": "error"},
                 )
                 for rank in range(4)
             ]  # fmt: skip
         self._jobs += 1
         base = self._directory / f"job{self._jobs}"
         plan.save(f"{base}.json")
-        world_size = len(plan.devices)
+        world_size = case.world_size or len(plan.devices)
         job = {
             "plan": f"{base}.json", "case": asdict(case), "store": f"{base}.store", "out": str(base),
             "world_size": world_size,
@@ -62,6 +67,15 @@ class Pool:
             self.close()
             pytest.fail("\n\n".join(faults))
         return [torch.load(f"{base}.{rank}", weights_only=False) for rank in range(world_size)]
+
+    def refusal(self, plan: Plan, case: Case) -> str:
+        """Run a plan that must be refused by all ranks alike, before the first message; return what they say."""
+        found = self.run(plan, case)
+        assert [set(f) for f in found] == [{"refused", "messages"}] * len(found)
+        assert len({f["refused"] for f in found}) == 1
+        assert {f["messages"] for f in found} <= {found[0]["messages"]}
+        self.messages = int(found[0]["messages"])
+        return str(found[0]["refused"])
 
     def close(self) -> None:
         for worker in self._workers:

@@ -74,6 +74,26 @@ def sequential_tied() -> nn.Module:
     return nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), output)
 
 
+class Skip(nn.Module):
+    """No known structure: a skip connection around all layers, an input that every layer reads, a buffer, a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def reset_parameters(self) -> None:
+        self.get_buffer("scale").copy_(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, input_ids: Tensor, shift: Tensor) -> dict[str, Tensor]:
+        hidden = skip = self.embedding(input_ids) * self.scale
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden)) + shift.unsqueeze(-1)
+        return {"logits": self.out(hidden + skip)}
+
+
 def _llama(tied: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -90,14 +110,15 @@ def _llama(tied: bool) -> nn.Module:
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "sequential": sequential,
     "sequential_tied": sequential_tied,
+    "traced": Skip,
     "llama": lambda: _llama(tied=False),
     "llama_tied": lambda: _llama(tied=True),
 }
 
 
-def make_module(name: str, precision: str) -> nn.Module:
-    """Build a module with the same weights in every process."""
-    torch.manual_seed(7)
+def make_module(name: str, precision: str, seed: int = 7) -> nn.Module:
+    """Build a module with the same weights in every process that gives the same seed."""
+    torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[precision])
     try:
@@ -106,24 +127,30 @@ def make_module(name: str, precision: str) -> nn.Module:
         torch.set_default_dtype(before)
 
 
-def example(name: str, samples: int, precision: str, seed: int = 0) -> Any:
+def example(name: str, samples: int, precision: str, seed: int = 0, sequence: int = SEQUENCE) -> Any:
     """Make a batch: ids and ragged labels for language models, vectors otherwise."""
     generator = torch.Generator().manual_seed(1000 + seed)
     if name == "sequential":
         shape = (samples, WIDTH)
         x, y = (torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[precision]) for _ in range(2))
         return x, y
-    ids = torch.randint(0, VOCABULARY, (samples, SEQUENCE), generator=generator)
-    labels = torch.randint(0, VOCABULARY, (samples, SEQUENCE), generator=generator)
-    ignored = torch.rand((samples, SEQUENCE), generator=generator) < torch.rand((samples, 1), generator=generator)
-    return {"input_ids": ids, "labels": labels.masked_fill(ignored, -100)}
+    ids = torch.randint(0, VOCABULARY, (samples, sequence), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (samples, sequence), generator=generator)
+    ignored = torch.rand((samples, sequence), generator=generator) < torch.rand((samples, 1), generator=generator)
+    batch = {"input_ids": ids, "labels": labels.masked_fill(ignored, -100)}
+    if name == "traced":
+        shift = torch.randn((samples, sequence), generator=generator, dtype=torch.float64)
+        batch["shift"] = shift.to(DTYPES[precision])
+    return batch
 
 
 def inputs_of(name: str, batch: Any) -> Any:
     """The module's own inputs, as `Model.from_module` takes them."""
     if name == "sequential":
         return (batch[0],)
-    return {"input_ids": batch["input_ids"]} if name.startswith("llama") else (batch["input_ids"],)
+    if name == "sequential_tied":
+        return (batch["input_ids"],)
+    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def loss_mean(output: Tensor, batch: Any) -> Tensor:
@@ -133,7 +160,7 @@ def loss_mean(output: Tensor, batch: Any) -> Tensor:
 
 def loss_tokens(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Sum over the tokens that count, and how many they are."""
-    logits = output if isinstance(output, Tensor) else output.logits
+    logits = output if isinstance(output, Tensor) else output["logits"]
     labels = batch["labels"]
     loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     return loss, (labels != -100).sum()
@@ -185,6 +212,16 @@ class Case:
     steps: int = 10
     factory: bool = False
     whole: bool = True
+    sequence: int = SEQUENCE
+    """Sequence length of the batches."""
+    odd_rank: int | None = None
+    """This rank does something else than the others: it has `odd_module`, or without one other weights."""
+    odd_module: str | None = None
+    module_precision: str | None = None
+    samples: int | None = None
+    """Samples of the batches, where not as planned."""
+    world_size: int | None = None
+    """Start so many ranks, whatever the plan says."""
 
 
 def describe(name: str, precision: str) -> Model:
@@ -257,7 +294,7 @@ def run_reference(plan: Plan, case: Case, state: Mapping[str, Tensor] | None = N
                     part = _cut(batch, at, at + samples)
                     at += samples
                     loss, part_weight = _loss(case.module, module, part, samples)
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                     total, weight = total + float(loss.detach().double()), weight + float(part_weight)
         for parameter in named.values():
             assert parameter.grad is not None
@@ -275,7 +312,8 @@ def run_reference(plan: Plan, case: Case, state: Mapping[str, Tensor] | None = N
 def _loss(name: str, module: nn.Module, batch: Any, samples: int) -> tuple[Tensor, float]:
     if name == "sequential":
         return loss_mean(module(batch[0]), batch) * samples, samples
-    output = module(input_ids=batch["input_ids"]) if name.startswith("llama") else module(batch["input_ids"])
+    inputs = inputs_of(name, batch)
+    output = module(*inputs) if isinstance(inputs, tuple) else module(**inputs)
     loss, weight = loss_tokens(output, batch)
     return loss, float(weight)
 

@@ -11,7 +11,7 @@ import torch
 from runtime_cases import Case, cpu_cluster, describe, make_plan, random_strategy, run_reference
 from torch import Tensor
 
-MODULES = ("llama", "llama_tied", "sequential", "sequential_tied")
+MODULES = ("llama", "llama_tied", "sequential", "sequential_tied", "traced")
 LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
 
 
@@ -44,14 +44,14 @@ def assert_exact(results: list[dict[str, Any]], reference: dict[str, Any], limit
 def test_random_plans_are_exact(pool: Any, number: int) -> None:
     draw = random.Random(number)
     name = MODULES[number % len(MODULES)]
-    precision = "fp32" if number % 5 == 4 else "fp64"
+    precision = "fp32" if number % 4 == 3 else "fp64"
     optimizer = "adamw" if precision == "fp64" and draw.random() < 0.5 else "sgd"
     model = describe(name, precision)
     clip = draw.choice((None, None, 0.05, 1e3))
     strategy = random_strategy(draw, len(model.blocks), precision, clip)
     world = len({d for p in strategy.pipelines for s in p.stages for d in s.group.devices})
     plan = make_plan(model, cpu_cluster(world), strategy)
-    case = Case(module=name, optimizer=optimizer, whole=number % 3 > 0, factory=number % 4 < 2 and number % 7 == 0)
+    case = Case(module=name, optimizer=optimizer, whole=number % 3 > 0, factory=number % 6 == 0)
     results = pool.run(plan, case)
-    assert len(results) == world
+    assert len(results) == world and not any("refused" in r for r in results), results
     assert_exact(results, run_reference(plan, case, results[0]["initial"]), LIMITS[precision])
