@@ -195,7 +195,8 @@ class Engine:
     def _gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Merge what the ranks hold, tied parameters under all their names."""
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, {name: tensor.cpu() for name, tensor in own.items()})
+        # Copies: pickle takes the whole storage of a view, which for gradients is that of all of them together.
+        dist.all_gather_object(found, {name: tensor.cpu().clone() for name, tensor in own.items()})
         merged: dict[str, Tensor] = {}
         for theirs in reversed(found):
             merged.update(theirs)
