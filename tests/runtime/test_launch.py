@@ -148,4 +148,6 @@ def test_without_run_local_a_failing_rank_leaves_and_the_others_notice(plan: Pla
             rank.wait()
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "ArithmeticError: the loss went wrong on purpose" in outputs[1]
-    assert re.search(r"RuntimeFault: rank 0 \(p0\.s0\.m0\), action 0RECV_B\d<0\[0:2\]: RuntimeError: ", outputs[0]), outputs[0]
+    assert re.search(r"RuntimeFault: rank 0 \(p0\.s0\.m0\), action 0RECV_B\d<0\[0:2\]: RuntimeError: ", outputs[0]), (
+        outputs[0]
+    )
