@@ -91,7 +91,7 @@ class Workshop:
         share = self.batch / sum(s.quantum for s in shapes)
         counts = [max(1, round(share))] * len(shapes)
         pieces: list[Piece] = []
-        for _ in range(2):  # cuts depend on the share, and the share on the cuts
+        for _ in range(4):  # cuts depend on the share, and the share on the cuts
             pieces = []
             for number, (shape, members, count) in enumerate(zip(shapes, placed, counts, strict=True)):
                 kept = {s: b for (p, s), b in (reserve or {}).items() if p == number}
@@ -101,9 +101,12 @@ class Workshop:
                 pieces.append(piece)
             shares = share_batch([p.pace for p in pieces], self.batch, ragged=True)
             pieces = [replace(p, share=s) for p, s in zip(pieces, shares, strict=True)]
-            counts = [max(1, p.micro_batches) for p in pieces]
+            before, counts = counts, [max(1, p.micro_batches) for p in pieces]
+            if counts == before:
+                break
         if not all(p.share for p in pieces):
-            if len([p for p in pieces if p.share]) < self.space.min_pipelines:
+            least = 1 if self.space.equal_pipelines else self.space.min_pipelines
+            if len([p for p in pieces if p.share]) < least:
                 return None
             return self.draft([p.shape for p in pieces if p.share], family, choices, habit)
         if family == "gpipe" and any(p.micro_batches > p.problem.micro_batches for p in pieces):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ __all__ = ["Candidate", "Exploration", "Journal"]
 
 ESTIMATE_SLACK = 0.12
 """An estimate is trusted to this much: a draft is not simulated when it would lose even if it were that much faster."""
+LATE_SLACK = 0.06
+"""The same for mixed groups and polish, when the best so far is already good."""
 ACTIONS_AT_ONCE = 120_000
 """Actions simulated in one round of alternatives: about two seconds; the smaller the job, the more alternatives."""
 
@@ -74,7 +77,7 @@ class Exploration:
         self.shop = Workshop(prices, devices, self.batch, space)
         self.best_prices = BestPrices(prices, self.shop.counts, space.tensor_parallel_sizes, slices)
         self.bound: Bound = lower_bound(self.best_prices, self.batch)
-        self.proposer = Proposer(self.shop, self.best_prices)
+        self.proposer = Proposer(self.shop, self.best_prices, stop=lambda: journal.late(0.75))
         self.evaluate = Evaluator(prices.model, prices.cluster, prices.costs)
         self.candidates: dict[str, Candidate] = {}
 
@@ -118,20 +121,13 @@ class Exploration:
 
     def run(self, n_trials: int, seed: int, hints: Iterable[Choice] = ()) -> None:
         """Explore the outer choices, then single pipelines of unlike members, then polish the best."""
-        if self._mixed_first():
-            self._mixed()
-        if not self.space.equal_pipelines:
-            dimensions = self.dimensions()
-            bayes.explore(
-                dimensions, self._try, n_trials=n_trials, seed=seed,
-                seeds=[*hints, *self.heuristics(dimensions)], stop=lambda: self.journal.late(0.7),
-            )  # fmt: skip
-        if not self._mixed_first():
-            self._mixed()
+        dimensions = self.dimensions()
+        bayes.explore(
+            dimensions, self._try, n_trials=n_trials, seed=seed, seeds=[*hints, *self.heuristics(dimensions)],
+            stop=lambda: self.journal.late(0.7),
+        )  # fmt: skip
+        self._mixed()
         self._polish()
-
-    def _mixed_first(self) -> bool:
-        return self.space.equal_pipelines
 
     def dimensions(self) -> Dimensions:
         """Return the outer choices that the space and the prices leave open."""
@@ -144,6 +140,8 @@ class Exploration:
         }
         top = space.max_pipelines or DEFAULT_MOST_PIPELINES
         most = tuple(k for k in (1, 2, 3, top) if space.min_pipelines <= k <= top) or (space.min_pipelines,)
+        if space.equal_pipelines:
+            most = (1,)
         each = [(c,) for c in space.recompute[1:]]
         return Dimensions(
             degrees=degrees,
@@ -156,7 +154,8 @@ class Exploration:
     def heuristics(self, dimensions: Dimensions) -> list[Choice]:
         """Return choices worth trying first, all with small micro-batches.
 
-        All types at one degree, and at degrees in inverse proportion to their memory; then each type alone.
+        All types at one degree, and at degrees in inverse proportion to their memory; then each type alone. Degrees at
+        which the model needs about four stages of the largest devices come first.
         """
         family = "1f1b" if "1f1b" in dimensions.families else dimensions.families[0]
         names = tuple(dimensions.degrees)
@@ -165,7 +164,14 @@ class Exploration:
         memory = {n: self.prices.cluster.device_type(n).usable_bytes for n in names}
         largest = max(memory.values())
         sets: list[dict[str, float]] = []
-        for base in sorted({d for sizes in dimensions.degrees.values() for d in sizes}):
+        first = self.best_prices.members[names[0]][0]
+        model_bytes = float(first.static_bytes[0, -1]) * first.tensor_parallel_size
+        stages = max(1.0, model_bytes / largest) if 0 < largest < float("inf") else 1.0
+
+        def far_from_four(base: int) -> tuple[float, int]:
+            return (abs(math.log2(max(1.0, stages / base)) - 2), base)
+
+        for base in sorted({d for sizes in dimensions.degrees.values() for d in sizes}, key=far_from_four):
             sets.append({n: base * largest / memory[n] if largest < float("inf") else base for n in names})
             sets.append(dict.fromkeys(names, float(base)))
         sets += [{n: 1.0} for n in names if len(names) > 1]
@@ -221,14 +227,14 @@ class Exploration:
             return
         drafts = []
         families = space.schedules if space.equal_pipelines else space.schedules[-1:]
-        for shape in self.proposer.mixed_shapes(120 if space.equal_pipelines else 40):
+        for shape in self.proposer.mixed_shapes(120 if space.equal_pipelines else 24):
             if self.journal.late(0.8):
                 break
             drafts += self._drafts_of([shape], families)
         drafts.sort(key=lambda d: d.estimate_s)
         most = (24 if space.equal_pipelines else 8) if drafts else 0
         for draft in drafts[: most and affordable(drafts[0], 4, most)]:
-            if draft.estimate_s * (1 - ESTIMATE_SLACK) >= self.best_s or (self.best and self.journal.late(0.85)):
+            if draft.estimate_s * (1 - LATE_SLACK) >= self.best_s or (self.best and self.journal.late(0.85)):
                 break
             outcome = self.simulate(draft)
             self.journal.note(draft.words, outcome.step_s if outcome else None)
@@ -249,9 +255,12 @@ class Exploration:
                 return
             before = self.best_s
             moves = polish.neighbours(self.shop, start.draft)
+            exact = polish.exact_cuts(self.shop, start.draft)
+            if exact is not None:
+                moves.append(exact)
             limit = affordable(start.draft, 3, 80)
             for draft in sorted(moves, key=lambda d: d.estimate_s)[:limit]:
-                if self.journal.late(0.95) or draft.estimate_s * (1 - ESTIMATE_SLACK) >= self.best_s:
+                if self.journal.late(0.95) or draft.estimate_s * (1 - LATE_SLACK) >= self.best_s:
                     break
                 self.simulate(draft)
             self.journal.note(f"polish {start.label}", self.best_s if self.best_s < before else None)

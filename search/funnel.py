@@ -53,6 +53,7 @@ def search(
     space = space or Space()
     _check(model, training, space, timeout, n_trials)
     journal = Journal(deadline_s=timeout, progress=progress)
+    trials = n_trials or DEFAULT_TRIALS
     options, notes = variants(model, cluster, training, costs, space)
     explorations: list[tuple[Variant, Exploration]] = []
     for option in options:
@@ -68,7 +69,7 @@ def search(
         if found is not None and (uniform is None or found[1].step_s < uniform[1].step_s):
             uniform = found
         hints = _baseline(exploration, baseline, space, notes) if baseline is not None and number == 0 else []
-        exploration.run(-(-(n_trials or DEFAULT_TRIALS) // (number + 1)), seed, hints)  # fewer for the less promising
+        exploration.run(-(-trials // (number + 1)), seed, hints)  # fewer for the less promising
         if exploration.best and (best is None or exploration.best_s < best[2].outcome.step_s):
             best = option, exploration, exploration.best
     if best is None:
@@ -76,7 +77,7 @@ def search(
         raise infeasible(exploration.prices, option.devices, space)
     bound = min((e.bound for _, e in explorations), key=lambda b: b.seconds)
     provenance = Provenance(
-        autopiper_version=__version__, seed=seed, n_trials=n_trials, search_s=journal.elapsed_s(),
+        autopiper_version=__version__, seed=seed, n_trials=trials, search_s=journal.elapsed_s(),
         libraries=_libraries(), history=tuple(journal.history),
     )  # fmt: skip
     option, exploration, candidate = best

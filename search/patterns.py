@@ -127,21 +127,28 @@ class Packing:
     step_s: float
 
 
+@data
+class Limits:
+    """How many different patterns a packing may have, and how many replicas of each."""
+
+    min_pipelines: int = 1
+    max_pipelines: int | None = None
+    min_replicas: int = 1
+    max_replicas: int | None = None
+
+
 def pack(
     candidates: Sequence[PacedPattern], cluster: Cluster, devices: Sequence[int], batch: int, *,
-    min_pipelines: int = 1, max_pipelines: int | None = None, forbidden: Sequence[Packing] = (), node_limit: int = 2000,
+    limits: Limits | None = None, forbidden: Sequence[Packing] = (), node_limit: int = 2000,
 ) -> Packing | None:  # fmt: skip
     """Return the packing with the least step, to whole micro-batches; None where nothing takes the batch.
 
-    `min_pipelines` and `max_pipelines` count different patterns. `forbidden` packings (their sets of patterns) are not
-    found again.
+    `forbidden` packings (their sets of patterns) are not found again.
     """
     best: Packing | None = None
     limit = max((c.pace.time_s(-(-batch // c.pace.quantum)) for c in candidates), default=0.0)
     while candidates:
-        found = _most_samples(
-            candidates, cluster, devices, batch, limit, min_pipelines, max_pipelines, forbidden, node_limit
-        )
+        found = _most_samples(candidates, cluster, devices, batch, limit, limits or Limits(), forbidden, node_limit)
         if found is None:
             break
         step_s = _step_s(found, batch)
@@ -167,7 +174,7 @@ def _step_s(found: Sequence[tuple[PacedPattern, int]], batch: int) -> float:
 
 def _most_samples(
     candidates: Sequence[PacedPattern], cluster: Cluster, devices: Sequence[int], batch: int, limit: float,
-    min_pipelines: int, max_pipelines: int | None, forbidden: Sequence[Packing], node_limit: int,
+    limits: Limits, forbidden: Sequence[Packing], node_limit: int,
 ) -> list[tuple[PacedPattern, int]] | None:  # fmt: skip
     """Return replicas that take the batch within the limit, or None where the cluster cannot."""
     milp = Milp("packing", maximise=True)
@@ -176,7 +183,8 @@ def _most_samples(
     for i, c in enumerate(candidates):
         room = c.pace.quantum * c.pace.capacity(limit, batch)
         most = min(count[name] // used for name, used in c.pattern.use.items())
-        if room and most:
+        most = most if limits.max_replicas is None else min(most, limits.max_replicas)
+        if room and most >= limits.min_replicas:
             rows.append((i, c, room, most, milp.variable(f"n_{i}", 0, most, integer=True)))
     if not rows:
         return None
@@ -187,15 +195,15 @@ def _most_samples(
             if fit * tp < have:  # nodes do not divide by the degree
                 uses = [sum(t == name and size >= tp for t, size in c.pattern.stages) * n for _, c, _, _, n in rows]
                 milp.require(Milp.sum(uses) <= fit)
-    limited = min_pipelines > 1 or forbidden or (max_pipelines is not None and max_pipelines < len(rows))
-    if limited:
+    fewer = limits.max_pipelines is not None and limits.max_pipelines < len(rows)
+    if fewer or forbidden or limits.min_pipelines > 1 or limits.min_replicas > 1:
         used = {i: milp.binary(f"z_{i}") for i, *_ in rows}
         for i, _, _, most, n in rows:
             milp.require(n <= most * used[i])
-            milp.require(n >= used[i])
-        milp.require(Milp.sum(used.values()) >= min_pipelines)
-        if max_pipelines is not None:
-            milp.require(Milp.sum(used.values()) <= max_pipelines)
+            milp.require(n >= limits.min_replicas * used[i])
+        milp.require(Milp.sum(used.values()) >= limits.min_pipelines)
+        if limits.max_pipelines is not None:
+            milp.require(Milp.sum(used.values()) <= limits.max_pipelines)
         for old in forbidden:
             names = {p.pattern for p, _ in old.replicas}
             inside = [used[i] for i, c, *_ in rows if c.pattern in names]

@@ -9,9 +9,14 @@ from itertools import pairwise
 import numpy as np
 
 from autopiper.search.drafts import Draft, Piece, Workshop
-from autopiper.search.layers import evaluate
+from autopiper.search.layers import evaluate, solve_ilp
 from autopiper.search.proposals import HABITS
 from autopiper.search.shapes import Shape
+
+LARGEST_ILP = 1500
+"""Variables up to which the layer ILP is asked: about a second."""
+NODES = 500
+"""Branch-and-bound nodes after which it gives what it has; a count, so that results are reproducible."""
 
 
 def neighbours(shop: Workshop, draft: Draft) -> list[Draft]:
@@ -31,6 +36,25 @@ def neighbours(shop: Workshop, draft: Draft) -> list[Draft]:
             if (family, habit) != (draft.family, draft.habit):
                 found += [d for d in [shop.draft(shapes, family, draft.choices, habit)] if d]
     return found
+
+
+def exact_cuts(shop: Workshop, draft: Draft) -> Draft | None:
+    """Solve the layer problem of each pipeline by ILP; return the draft with those cuts, or None where none is better.
+
+    The fast method is exact except where stages mix recompute choices, so only these are asked again.
+    """
+    if len(draft.choices) == 1 or shop.space.equal_stages:
+        return None
+    pieces = []
+    for piece in draft.pieces:
+        size = len(piece.problem.stages) * piece.problem.num_blocks * len(draft.choices)
+        found = solve_ilp(piece.problem, gap=1e-3, node_limit=NODES) if size <= LARGEST_ILP else None
+        count = piece.micro_batches
+        better = found is not None and found.step_s(count) < piece.layers.step_s(count) * (1 - 1e-6)
+        pieces.append(replace(piece, layers=found) if found is not None and better else piece)
+    if all(new is old for new, old in zip(pieces, draft.pieces, strict=True)):
+        return None
+    return shop.finish(tuple(pieces), draft.family, draft.choices, draft.habit)
 
 
 def _moved_blocks(shop: Workshop, draft: Draft) -> Iterator[Draft]:

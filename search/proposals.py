@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -13,7 +13,16 @@ from autopiper.search import cuts
 from autopiper.search.bounds import BestPrices
 from autopiper.search.drafts import Draft, Workshop
 from autopiper.search.layers import LayerProblem
-from autopiper.search.patterns import PacedPattern, Packing, enumerate_patterns, groups, pack, promising
+from autopiper.search.patterns import (
+    LEAST_OF_A_KIND,
+    Limits,
+    PacedPattern,
+    Packing,
+    enumerate_patterns,
+    groups,
+    pack,
+    promising,
+)
 from autopiper.search.placement import Habit
 from autopiper.search.shapes import Pattern, Shape, bottleneck_bound
 
@@ -48,8 +57,9 @@ class Choice:
 class Proposer:
     """Makes drafts; patterns and their paces are kept between calls."""
 
-    def __init__(self, shop: Workshop, best: BestPrices) -> None:
-        self.shop, self.best = shop, best
+    def __init__(self, shop: Workshop, best: BestPrices, stop: Callable[[], bool] = lambda: False) -> None:
+        """`stop` = whether to be content with what there is."""
+        self.shop, self.best, self.stop = shop, best, stop
         self.rates = {
             name: 1 / seconds for name, row in best.device_seconds.items() if 0 < (seconds := float(row.sum())) < np.inf
         }
@@ -66,13 +76,17 @@ class Proposer:
         """Return up to `count` drafts, each of another set of patterns, best estimate first."""
         paced = self.paced(choice)
         space = self.shop.space
+        limits = Limits(
+            min_pipelines=space.min_pipelines, max_pipelines=max(space.min_pipelines, choice.most_pipelines)
+        )
+        if space.equal_pipelines:
+            limits = Limits(max_pipelines=1, min_replicas=space.min_pipelines, max_replicas=space.max_pipelines)
         drafts: list[Draft] = []
         found: list[Packing] = []
-        while len(found) < count:
+        while len(found) < count and not (found and self.stop()):
             packing = pack(
                 paced, self.shop.cluster, self.shop.devices, self.shop.batch,
-                min_pipelines=space.min_pipelines, max_pipelines=max(space.min_pipelines, choice.most_pipelines),
-                forbidden=found,
+                limits=limits, forbidden=found,
             )  # fmt: skip
             if packing is None:
                 break
@@ -90,8 +104,14 @@ class Proposer:
             patterns = list(enumerate_patterns(available, degrees, choice.samples, max_stages=self.max_stages))
             counts = {n: self.shop.counts[n] for n in degrees}
             kept = promising(patterns, self.shop.prices, self.rates, counts, self.shop.batch, KEEP_PATTERNS)
-            paced = [self._pace(p, choice) for p in kept]
-            self._paced[key] = [p for p in paced if p is not None]
+            paced: list[PacedPattern] = []
+            self._paced[key] = paced
+            for pattern in kept:
+                if len(paced) >= LEAST_OF_A_KIND and self.stop():
+                    break
+                made = self._pace(pattern, choice)
+                if made is not None:
+                    paced.append(made)
         return self._paced[key]
 
     def _pace(self, pattern: Pattern, choice: Choice) -> PacedPattern | None:

@@ -8,9 +8,17 @@ import random
 import numpy as np
 import pytest
 
+from autopiper.cluster.spec import Cluster, DeviceType, Link, Node
+from autopiper.model.spec import Model
+from autopiper.plan.costs import CostTable
+from autopiper.plan.space import Space
+from autopiper.plan.training import Training
 from autopiper.search import cuts
+from autopiper.search.drafts import Piece, Workshop
 from autopiper.search.layers import LayerPlan, LayerProblem, StageSlot, excess_bytes, solve_ilp
-from autopiper.search.prices import MemberCosts
+from autopiper.search.polish import exact_cuts
+from autopiper.search.prices import MemberCosts, Prices
+from autopiper.search.shapes import Pattern
 
 RECOMPUTE = ("none", "full")
 
@@ -161,3 +169,39 @@ def test_a_slower_device_gets_fewer_blocks() -> None:
     for plan in (solve_ilp(problem), cuts.solve(problem)):
         assert plan is not None
         assert plan.cuts == (0, 2, 6, 12) and plan.bottleneck_s == pytest.approx(6)
+
+
+def test_exact_cuts_never_make_a_draft_worse() -> None:
+    better = 0
+    for seed in range(250):
+        problem = _problem(random.Random(9000 + seed), choices=RECOMPUTE)
+        fast = cuts.solve(problem)
+        if fast is None or problem.equal_stages:
+            continue
+        blocks = problem.num_blocks
+        model = Model.chain(num_blocks=blocks)
+        link = Link(bytes_per_s=1.0)
+        cluster = Cluster(
+            name="c",
+            device_types=(DeviceType(name="d", memory_bytes=1.0, peak_flops={"fp32": 1.0}, memory_bytes_per_s=1.0),),
+            nodes=(Node(name="n", devices=("d",) * 3, intra=link, nic=link),),
+        )
+        costs = CostTable.from_layers(forward_s=[1.0] * blocks, backward_s=[1.0] * blocks)
+        training = Training(global_batch_size=problem.micro_batches, precision="fp32")
+        shop = Workshop(Prices(model, cluster, training, costs, RECOMPUTE), range(3), problem.micro_batches, Space())
+        count = len(problem.stages)
+        piece = Piece(
+            shape=Pattern(stages=(("d", 1),) * count, samples=1).shape(1),
+            members=tuple(((s,),) for s in range(count)), problem=problem, layers=fast, share=problem.micro_batches,
+        )  # fmt: skip
+        draft = shop.finish((piece,), "1f1b", RECOMPUTE, "pipeline")
+        exact = exact_cuts(shop, draft)
+        if exact is not None:
+            better += 1
+            assert exact.estimate_s < draft.estimate_s
+            best = solve_ilp(problem)
+            assert best is not None
+            assert exact.pieces[0].layers.step_s(problem.micro_batches) == pytest.approx(
+                best.step_s(problem.micro_batches), rel=2e-3
+            )
+    assert better > 2, "mixed recompute is where the fast method falls short"

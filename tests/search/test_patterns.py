@@ -10,7 +10,7 @@ import pytest
 
 from autopiper.cluster.spec import Cluster, DeviceType, Link, Node
 from autopiper.costmodel.balance import PipelinePace, share_batch, step_s
-from autopiper.search.patterns import PacedPattern, Packing, enumerate_patterns, groups, pack
+from autopiper.search.patterns import Limits, PacedPattern, Packing, enumerate_patterns, groups, pack
 from autopiper.search.placement import Habit, place
 from autopiper.search.shapes import Pattern, Shape
 
@@ -99,7 +99,9 @@ def test_packing_equals_brute_force(seed: int) -> None:
     batch, low = rng.randint(4, 20), rng.choice((1, 1, 2))
     high = rng.choice((None, low, low + 1))
     best = _brute(candidates, counts, batch, low, high)
-    found = pack(candidates, cluster, range(cluster.num_devices), batch, min_pipelines=low, max_pipelines=high)
+    found = pack(
+        candidates, cluster, range(cluster.num_devices), batch, limits=Limits(min_pipelines=low, max_pipelines=high)
+    )
     if found is None:
         assert best is None or low > 1, "a packing exists"
         return
@@ -113,6 +115,21 @@ def test_packing_equals_brute_force(seed: int) -> None:
         assert found.step_s == pytest.approx(best, rel=2e-3)
     else:  # every pipeline must get work, which sharing by brute force may leave idle
         assert found.step_s >= best * (1 - 1e-9)
+
+
+def test_replicas_are_limited() -> None:
+    cluster = _cluster("aaaaaa")
+    one = PacedPattern(
+        pattern=Pattern(stages=(("a", 1),), samples=1), pace=PipelinePace(fill_s=1, bottleneck_s=1, quantum=1)
+    )
+    three = PacedPattern(
+        pattern=Pattern(stages=(("a", 1),) * 3, samples=1), pace=PipelinePace(fill_s=3, bottleneck_s=0.1, quantum=1)
+    )
+    for low, high, expected in ((1, None, (one, 6)), (1, 2, (three, 2)), (3, 4, (one, 4))):
+        limits = Limits(max_pipelines=1, min_replicas=low, max_replicas=high)
+        found = pack([one, three], cluster, range(6), 24 if high is None else 60, limits=limits)
+        assert found is not None and found.replicas == (expected,)
+    assert pack([three], cluster, range(6), 60, limits=Limits(min_replicas=3)) is None
 
 
 def test_forbidden_packings_are_not_found_again() -> None:
