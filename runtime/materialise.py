@@ -118,9 +118,14 @@ def _initialise(root: nn.Module, name: str, sub: nn.Module, seed: int) -> None:
     if run is None:
         return
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        run()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(next((p.dtype for p in root.parameters() if p.is_floating_point()), before))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            run()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _load(tensor: Tensor, name: str, alias: str, state: Mapping[str, Tensor]) -> None:
