@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from autopiper.errors import PlanError
-from autopiper.model import traced
-from autopiper.model.measure import Fakes
+from autopiper.model.tracing import Fakes, traced
 
 
 class Piecewise(nn.Module):

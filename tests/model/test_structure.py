@@ -13,8 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
 
-from autopiper.model.traced import trace  # noqa: E402
-from autopiper.model.tracing import find_blocks, parameter_names  # noqa: E402
+from autopiper.model.tracing import find_blocks, parameter_names, trace  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,

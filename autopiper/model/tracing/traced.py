@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from autopiper.errors import ModelError
 from autopiper.model.layout import BlockLayout
-from autopiper.model.measure import Call, Fakes
-from autopiper.model.structure import layer_list, layout_of
+from autopiper.model.tracing.measure import Call, Fakes
+from autopiper.model.tracing.structure import layer_list, layout_of
 
 
 def split_points(module: nn.Module) -> tuple[str, tuple[str, ...]]:

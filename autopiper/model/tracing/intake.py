@@ -1,11 +1,7 @@
-"""Models from live torch modules: the blocks of a module, and what each of them costs.
+"""`from_module`: a live torch module as a Model.
 
-`find_blocks` is the one notion of how a module is cut into blocks; the runtime builds its stages from the same layout.
-Blocks of live modules are the default, because whole-program tracing fails on many architectures; torch's own
-`pipeline()` is the fallback for modules of no known structure.
-
-`from_module` measures each block by itself under fake tensors, equal blocks once, so a module of any size costs
-seconds and no memory for weights. What it counts is what the module really does: attention without a fused kernel
+It measures each block by itself under fake tensors, equal blocks once, so a module of any size costs seconds and no
+memory for weights. What it counts is what the module really does: attention without a fused kernel
 keeps its scores, norms written out as five operations move their elements five times. FLOPs are those of matrix
 products; the recomputed product in a fused attention backward is not counted, being no work of the model.
 """
@@ -14,80 +10,24 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from autopiper.errors import ModelError
-from autopiper.model import traced
-from autopiper.model.layout import BlockLayout, BlockPart, parameter_names
-from autopiper.model.measure import Call, Fakes, Measure, capture, measure, signature, spec, training_mode
+from autopiper.model.layout import BlockLayout, BlockPart
 from autopiper.model.spec import Block, Edge, Model, TensorSpec, TiedParameter
-from autopiper.model.structure import known_structure
-
-__all__ = ["BlockLayout", "BlockPart", "fake_inputs", "find_blocks", "from_module", "parameter_names"]
+from autopiper.model.tracing import traced
+from autopiper.model.tracing.blocks import fake_inputs
+from autopiper.model.tracing.measure import Call, Fakes, Measure, capture, measure, signature, spec, training_mode
+from autopiper.model.tracing.structure import known_structure
 
 UNCUT = (("tensor shards of a live module", 1),)
 """Live modules are not cut by tensors yet: their only tensor-parallel size is 1."""
-
-
-def find_blocks(module: nn.Module, example_inputs: Any = None, *, batch_dim: int = 0) -> BlockLayout:
-    """Cut `module` into blocks by its structure.
-
-    `example_inputs` (args tuple or kwargs dict of one batch) is only needed for modules of no known structure, which
-    have to be traced. Raises ModelError where the module cannot be cut, saying what was tried.
-    """
-    known = known_structure(module)
-    if known is not None:
-        return known
-    if example_inputs is None:
-        raise ModelError(
-            f"{type(module).__name__} is neither an nn.Sequential nor a Hugging Face causal language model of known "
-            "structure; give example_inputs, so that it can be traced"
-        )
-    fakes = Fakes(module)
-    args, kwargs = fake_inputs(fakes, example_inputs, batch_dim)
-    return traced.cut(module, fakes, args, kwargs)[0]
-
-
-def fake_inputs(fakes: Fakes, example_inputs: Any, batch_dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs with fake tensors of one sample, whatever batch the example has.
-
-    Raises ModelError where the tensors have no such dimension, or batches of different sizes.
-    """
-    args: tuple[Any, ...]
-    if isinstance(example_inputs, Mapping):
-        args, kwargs = (), dict(example_inputs)
-    elif isinstance(example_inputs, torch.Tensor):
-        args, kwargs = (example_inputs,), {}
-    elif isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
-        args, kwargs = tuple(example_inputs), {}
-    else:
-        raise ModelError(
-            f"example_inputs is a {type(example_inputs).__name__}; give the args as a tuple or the kwargs as a dict"
-        )
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    if not tensors:
-        raise ModelError("example_inputs holds no tensor; give the inputs of a batch of one sample")
-    shapes = [tuple(t.shape) for t in tensors]
-    if any(not 0 <= batch_dim < t.dim() for t in tensors):
-        raise ModelError(f"batch_dim is {batch_dim}, but example_inputs has the shapes {shapes}; every tensor needs it")
-    if len({shape[batch_dim] for shape in shapes}) > 1:
-        raise ModelError(
-            f"the batches of example_inputs differ: sizes {[s[batch_dim] for s in shapes]} in dimension {batch_dim} of "
-            f"{shapes}; give every tensor the same batch, of one sample"
-        )
-
-    def one(tensor: torch.Tensor) -> torch.Tensor:
-        shape = list(tensor.shape)
-        shape[batch_dim] = 1
-        return fakes.like(tensor, shape=shape)
-
-    return tree_map_only(torch.Tensor, one, args), tree_map_only(torch.Tensor, one, kwargs)
 
 
 def from_module(module: nn.Module, example_inputs: Any, *, batch_dim: int = 0, name: str | None = None) -> Model:
