@@ -44,7 +44,7 @@ from autopiper.runtime.stages import build_stage, open_module  # noqa: E402
 QUOTAS = {"core-0.84": 0.84, "core-0.48": 0.48, "core-0.30": 0.30, "core-0.18": 0.18}
 WITHOUT_QUOTAS = ("core", "core")
 BATCH = 18
-SIZES = (1, 2, 4)
+SIZES = (1, 2)
 MEMORY = 0.65
 """Of what the whole model needs on one device: what each rank is given."""
 STEPS, FEWER_STEPS, WARM_UP, CHECKED = 40, 14, 3, 5

@@ -108,16 +108,8 @@ class Bench:
         if roots:
             torch.autograd.backward(roots, self._gradients)
         del roots
-        start = time.perf_counter()
-        for _ in range(2):
-            self._pass()
-        one_s = (
-            self._watch.sums([(start, time.perf_counter())])[0] / 2 if self._device.type != "cuda" else self._gpu_s()
-        )
-        self._passes = min(MOST_PASSES, max(2, math.ceil(window_s / one_s)))
-
-    def _gpu_s(self) -> float:
-        return sum(self._watch.sums([self._pass()]))
+        one_s = sum(self._watch.sums([self._pass()]))
+        self._passes = min(MOST_PASSES, math.ceil(window_s / one_s))
 
     def _pass(self) -> list[Any]:
         marks = [self._watch.mark()]
@@ -130,11 +122,12 @@ class Bench:
         return marks
 
     def window(self) -> None:
-        """Time forwards and backwards in turn, then forwards with backwards for the inputs alone."""
-        forward_s, backward_s = self._watch.sums([self._pass() for _ in range(self._passes)])
-        found = (forward_s, backward_s, self._input_window(max(2, self._passes // 2)))
-        for times, mean_s in zip(self.windows, found, strict=True):
+        """Time forwards and backwards in turn; in every other window also backwards for the inputs alone."""
+        means = self._watch.sums([self._pass() for _ in range(self._passes)])
+        for times, mean_s in zip(self.windows, means, strict=False):
             times.append(mean_s)
+        if len(self.windows[0]) % 2:
+            self.windows[2].append(self._input_window(math.ceil(self._passes / 2)))
 
     def _input_window(self, passes: int) -> float:
         marks = []
