@@ -90,6 +90,10 @@ class Milp:
         try:
             with _quiet():
                 self._problem.solve(solver)
+        except KeyError:
+            # PuLP has copied the values, then has no word for how HiGHS stopped: at a limit of nodes.
+            if self._problem.solverModel.getModelStatus().name != "kSolutionLimit":
+                raise
         except pulp.PulpSolverError as fault:
             raise AutoPiperError(f"the solver HiGHS failed on '{self._problem.name}': {fault}") from fault
         return self._result(time.monotonic() - started)

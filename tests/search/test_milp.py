@@ -70,6 +70,25 @@ def test_a_time_limit_of_nothing_is_unknown_or_bounded() -> None:
         assert found.bound >= found.objective and found.gap > 0
 
 
+@pytest.mark.parametrize("nodes", [0, 1, 20])
+def test_a_limit_of_nodes_stops_with_what_there_is(nodes: int) -> None:
+    rng = random.Random(0)
+    milp = Milp("hard", maximise=True)
+    taken = [milp.binary(f"x{i}") for i in range(60)]
+    rows = [[rng.randint(1, 99) for _ in taken] for _ in range(20)]
+    values = [rng.randint(1, 99) for _ in taken]
+    for row in rows:
+        milp.require(Milp.sum(w * x for w, x in zip(row, taken, strict=True)) <= 900)
+    milp.objective(Milp.sum(v * x for v, x in zip(values, taken, strict=True)))
+    found = milp.solve(node_limit=nodes)
+    assert found.status in ("feasible", "unknown")
+    if found.found:
+        chosen = [round(found.values[f"x{i}"]) for i in range(60)]
+        assert all(sum(w * x for w, x in zip(row, chosen, strict=True)) <= 900 for row in rows)
+        assert sum(v * x for v, x in zip(values, chosen, strict=True)) == pytest.approx(found.objective)
+        assert found.bound > found.objective
+
+
 def test_nothing_reaches_the_output_of_the_process() -> None:
     script = """
 from autopiper.search.milp import Milp
