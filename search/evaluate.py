@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from autopiper import ir
 from autopiper._data import data
@@ -48,8 +50,9 @@ class Evaluator:
         """Return the outcome of a strategy; raises PlanError or CostError where it is not one that can be priced."""
         key = hashlib.sha256(repr(strategy.directives()).encode()).hexdigest()
         if key not in self._seen:
-            graph = ir.build(strategy, self.model, self.cluster)
-            timeline = simulate(graph, ir.lower(graph), self.costs, events=False)
+            with _no_collection():
+                graph = ir.build(strategy, self.model, self.cluster)
+                timeline = simulate(graph, ir.lower(graph), self.costs, events=False)
             self.simulated += 1
             self._seen[key] = self._outcome(strategy, timeline)
         return self._seen[key]
@@ -79,6 +82,18 @@ class Evaluator:
         programs = ir.lower(graph)
         ir.verify(graph, programs)
         return graph, programs, simulate(graph, programs, self.costs)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector away: it would walk tens of thousands of new actions, none of them in a cycle."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _places(strategy: Strategy, model: Model, cluster: Cluster) -> dict[int, tuple[int, int]]:

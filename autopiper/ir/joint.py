@@ -6,7 +6,7 @@ collective is one node over all its members, the order of every stream and chann
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -56,67 +56,76 @@ class Joint:
         return order, [n for n, count in enumerate(missing) if count > 0]
 
 
-def _transfer_key(action: Action, program: Program) -> tuple[object, ...]:
-    """Both ends of a message make the same key: who sends what to whom."""
+def _transfer_key(action: Action, held: Mapping[tuple[int, int], int]) -> tuple[object, ...] | None:
+    """Both ends of a message make the same key: who sends what to whom.
+
+    `held` = the member that the Program is of each (pipeline, stage). None where it holds no such stage.
+    """
     kind, sending = action.kind[-1], action.kind.startswith("SEND")
     step = 1 if kind == "F" else -1
     stage = action.stage or 0
-    member = next(p.member for p in program.places if p.pipeline == action.pipeline and p.stage == stage)
-    here, there = (stage, member), (stage + (step if sending else -step), action.peer)
-    ends = (here, there) if sending else (there, here)
-    return (action.pipeline, kind, action.micro_batch, ends, action.samples)
+    member = held.get((action.pipeline, stage))
+    if member is None:
+        return None
+    there = stage + (step if sending else -step)
+    if sending:
+        return (action.pipeline, kind, action.micro_batch, stage, member, there, action.peer, action.samples)
+    return (action.pipeline, kind, action.micro_batch, there, action.peer, stage, member, action.samples)
 
 
 def join(programs: Sequence[Program]) -> Joint:
     """Join Programs into one graph; what does not fit together is listed in `faults`, not raised."""
     nodes: list[Node] = []
     faults: list[str] = []
-    at: dict[tuple[int, str], int] = {}
+    at: list[dict[str, int]] = [{} for _ in programs]
     shared: dict[tuple[object, ...], int] = {}
     streams: dict[tuple[int, str], list[int]] = {}
+    joined: list[tuple[int, int, Action]] = []
+    """(program, node, action) of every action that has a node"""
     sides: dict[int, set[str]] = {}
     names = [p.places[0].text for p in programs]
     for number, program in enumerate(programs):
+        mine, held = at[number], {(p.pipeline, p.stage): p.member for p in program.places}
         for stream, actions in program.streams.items():
             row = streams[number, stream] = []
             for action in actions:
-                text = action.text
-                if (number, text) in at:
+                text, kind = action.text, action.kind
+                if text in mine:
                     faults.append(f"{names[number]}: action {text} occurs twice in one Program")
                     continue
+                transfer = kind in TRANSFER_KINDS
                 key: tuple[object, ...] | None = None
-                if action.kind in TRANSFER_KINDS:
-                    try:
-                        key = _transfer_key(action, program)
-                    except StopIteration:
+                if transfer:
+                    key = _transfer_key(action, held)
+                    if key is None:
                         faults.append(f"{names[number]}: {text} is of a stage that this Program does not hold")
                         continue
-                elif action.kind in COLLECTIVE_KINDS:
+                elif kind in COLLECTIVE_KINDS:
                     key = (text,)
                 node = shared.get(key) if key is not None else None
                 if node is None:
                     node = len(nodes)
-                    kind = "TRANSFER" if action.kind in TRANSFER_KINDS else action.kind
-                    nodes.append(Node(kind=kind, text=text if kind != "TRANSFER" else f"{names[number]} {text}"))
+                    nodes.append(
+                        Node(kind="TRANSFER", text=f"{names[number]} {text}")
+                        if transfer
+                        else Node(kind=kind, text=text)
+                    )
                     if key is not None:
                         shared[key] = node
                 entry = nodes[node]
-                if action.kind in TRANSFER_KINDS:
-                    side = action.kind[:4]
-                    if side in sides.setdefault(node, set()):
+                place = len(entry.programs)
+                if transfer:
+                    side = kind[:4]
+                    seen = sides.setdefault(node, set())
+                    if side in seen:
                         faults.append(f"{names[number]}: {text} is matched twice")
-                    sides[node].add(side)
-                    if side == "SEND":
-                        entry.programs.insert(0, number)
-                        entry.actions.insert(0, action)
-                    else:
-                        entry.programs.append(number)
-                        entry.actions.append(action)
-                else:
-                    entry.programs.append(number)
-                    entry.actions.append(action)
-                at[number, text] = node
+                    seen.add(side)
+                    place = 0 if side == "SEND" else place
+                entry.programs.insert(place, number)
+                entry.actions.insert(place, action)
+                mine[text] = node
                 row.append(node)
+                joined.append((number, node, action))
     for node, seen in sides.items():
         if len(seen) != 2:
             entry = nodes[node]
@@ -126,18 +135,14 @@ def join(programs: Sequence[Program]) -> Joint:
             faults.append(f"{nodes[node].text}: its ends lie on different channels")
     waits: list[list[tuple[int, int | None]]] = [[] for _ in nodes]
     before: list[list[int]] = [[] for _ in nodes]
-    for (number, _), node_list in streams.items():
-        for earlier, later in pairwise(node_list):
+    for row in streams.values():
+        for earlier, later in pairwise(row):
             before[later].append(earlier)
-        for node in node_list:
-            entry = nodes[node]
-            for action in (a for p, a in zip(entry.programs, entry.actions, strict=True) if p == number):
-                for wait in action.waits:
-                    source = at.get((number, wait.action))
-                    if source is None:
-                        faults.append(
-                            f"{names[number]}: {action.text} waits for {wait.action}, which is not in its Program"
-                        )
-                    else:
-                        waits[node].append((source, wait.block))
+    for number, node, action in joined:
+        for wait in action.waits:
+            source = at[number].get(wait.action)
+            if source is None:
+                faults.append(f"{names[number]}: {action.text} waits for {wait.action}, which is not in its Program")
+            else:
+                waits[node].append((source, wait.block))
     return Joint(nodes=nodes, waits=waits, stream_before=before, streams=streams, faults=faults)

@@ -11,10 +11,9 @@ What each rank does, in order, per stream. Streams of a Program:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from autopiper.ir.graph import GradientBlock, GraphStage, TrainingGraph
-from autopiper.plan.actions import COMPUTE_STREAM, Action, Place, Program, Wait
+from autopiper.plan.actions import COMPUTE_STREAM, Action, Place, Program, Wait, compute_text
 
 RECEIVE_DEPTH = 2
 """Messages that a channel may receive ahead of their use: one in use, one arriving."""
@@ -61,22 +60,23 @@ def _member_actions(
     held: list[GradientBlock],
     reduce_streams: dict[tuple[Place, ...], str],
 ) -> Iterator[Action]:
-    own = [p for p in stage.order if stage.slices[p.micro_batch][place.member] > 0]
     computes = {
-        (p.kind, p.micro_batch): Action(
-            kind=p.kind, stream=COMPUTE_STREAM, pipeline=stage.pipeline, stage=stage.index, micro_batch=p.micro_batch
-        )
-        for p in own
+        (p.kind, p.micro_batch): compute_text(stage.index, p.kind, p.micro_batch)
+        for p in stage.order
+        if stage.slices[p.micro_batch][place.member] > 0
     }
     waits: dict[tuple[str, int], list[Wait]] = {key: [] for key in computes}
     transfers = [t for kind in ("F", "B") for t in _transfers(graph, stage, place, kind, computes, waits)]
-    for key, action in computes.items():
-        yield replace(action, waits=tuple(waits[key])) if waits[key] else action
+    for (kind, mb), received in waits.items():
+        yield Action(
+            kind=kind, stream=COMPUTE_STREAM, pipeline=stage.pipeline, stage=stage.index, micro_batch=mb,
+            waits=tuple(received),
+        )  # fmt: skip
     yield from transfers
-    last = next((a for (kind, _), a in reversed(computes.items()) if kind in ("B", "W")), None)
-    forwards = [a for (kind, _), a in computes.items() if kind == "F"]
+    last = next((text for (kind, _), text in reversed(computes.items()) if kind in ("B", "W")), None)
+    forwards = [text for (kind, _), text in computes.items() if kind == "F"]
     is_last = stage.index == len(graph.pipelines[stage.pipeline].stages) - 1
-    yield Action(kind="LOSS", stream="loss", waits=(Wait(action=forwards[-1].text),) if is_last and forwards else ())
+    yield Action(kind="LOSS", stream="loss", waits=(Wait(action=forwards[-1]),) if is_last and forwards else ())
     reduced: dict[int, str] = {}
     for block in held:
         if len(block.holders) > 1:
@@ -89,7 +89,7 @@ def _member_actions(
                     stream=reduce_streams[block.holders],
                     gradient_block=block.index,
                     bucket=number,
-                    waits=(Wait(action=last.text, block=lowest),) if last else (),
+                    waits=(Wait(action=last, block=lowest),) if last else (),
                 )
                 reduced[block.index] = reduce.text
                 yield reduce
@@ -97,7 +97,7 @@ def _member_actions(
     if graph.training.needs_norm:
         before = [Wait(action=text) for text in reduced.values()]
         if last:
-            before.append(Wait(action=last.text))
+            before.append(Wait(action=last))
         yield Action(kind="NORM", stream="norm", waits=tuple(before))
         ready = (*ready, Wait(action="NORM"))
     for block in held:
@@ -111,56 +111,70 @@ def _transfers(
     stage: GraphStage,
     place: Place,
     kind: str,
-    computes: dict[tuple[str, int], Action],
+    computes: dict[tuple[str, int], str],
     waits: dict[tuple[str, int], list[Wait]],
 ) -> Iterator[Action]:
     """Yield the sends and receives of one member for one direction, and add to `waits` what its computes wait for.
 
-    Forward messages go to the next stage, backward ones to the stage before; the order of a channel is the order in
-    which the *sending* stage works.
+    `computes` = the text of each compute of the member, in its order. Forward messages go to the next stage, backward
+    ones to the stage before; the order of a channel is the order in which the *sending* stage works.
     """
     pipe = graph.pipelines[stage.pipeline]
     step = 1 if kind == "F" else -1
     produce = ("F",) if kind == "F" else ("B", "I")
     if 0 <= stage.index + step < len(pipe.stages):
-        other = pipe.stages[stage.index + step]
-        for (name, mb), action in computes.items():
+        regions = _Regions(stage, pipe.stages[stage.index + step], place.member)
+        streams = regions.streams(stage.pipeline, kind, sending=True)
+        for (name, mb), text in computes.items():
             if name in produce:
-                for peer, region in _regions(stage, other, place.member, mb):
-                    target = Place(pipeline=stage.pipeline, stage=other.index, member=peer)
+                ready = (Wait(action=text),)
+                for peer, region in regions.of(mb):
                     yield Action(
-                        kind=f"SEND_{kind}", stream=channel(stage.pipeline, place, target, kind),
-                        pipeline=stage.pipeline, stage=stage.index, micro_batch=mb, peer=peer, samples=region,
-                        waits=(Wait(action=action.text),),
+                        kind=f"SEND_{kind}", stream=streams[peer], pipeline=stage.pipeline, stage=stage.index,
+                        micro_batch=mb, peer=peer, samples=region, waits=ready,
                     )  # fmt: skip
     if 0 <= stage.index - step < len(pipe.stages):
         other = pipe.stages[stage.index - step]
+        regions = _Regions(stage, other, place.member)
+        streams = regions.streams(stage.pipeline, kind, sending=False)
         consumers: dict[int, list[str]] = {}
         for sent in other.order:
             if sent.kind not in produce or stage.slices[sent.micro_batch][place.member] == 0:
                 continue
             mb = sent.micro_batch
             use = next((key for key in ((k, mb) for k in produce) if key in computes), None)
-            for peer, region in _regions(stage, other, place.member, mb):
-                source = Place(pipeline=stage.pipeline, stage=other.index, member=peer)
+            for peer, region in regions.of(mb):
                 ahead = consumers.setdefault(peer, [])
                 receive = Action(
-                    kind=f"RECV_{kind}", stream=channel(stage.pipeline, source, place, kind),
-                    pipeline=stage.pipeline, stage=stage.index, micro_batch=mb, peer=peer, samples=region,
+                    kind=f"RECV_{kind}", stream=streams[peer], pipeline=stage.pipeline, stage=stage.index,
+                    micro_batch=mb, peer=peer, samples=region,
                     waits=(Wait(action=ahead[-RECEIVE_DEPTH]),) if len(ahead) >= RECEIVE_DEPTH else (),
                 )  # fmt: skip
                 yield receive
                 if use is not None:
                     waits[use].append(Wait(action=receive.text))
-                    ahead.append(computes[use].text)
+                    ahead.append(computes[use])
 
 
-def _regions(stage: GraphStage, other: GraphStage, member: int, micro_batch: int) -> list[tuple[int, tuple[int, int]]]:
-    """Return (peer, samples [start, stop)) for every member of `other` that shares samples with `member` of `stage`."""
-    start, stop = stage.ranges(micro_batch)[member]
-    found = []
-    for peer, (low, high) in enumerate(other.ranges(micro_batch)):
-        region = (max(start, low), min(stop, high))
-        if region[0] < region[1]:
-            found.append((peer, region))
-    return found
+class _Regions:
+    """Which samples one member of a stage shares with which members of a neighbour; equal slices are worked out once."""
+
+    def __init__(self, stage: GraphStage, other: GraphStage, member: int) -> None:
+        self.stage, self.other, self.member = stage, other, member
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, tuple[int, int]]]] = {}
+
+    def of(self, micro_batch: int) -> list[tuple[int, tuple[int, int]]]:
+        """Return (peer, samples [start, stop)) for every member of the neighbour that shares samples."""
+        key = (self.stage.slices[micro_batch], self.other.slices[micro_batch])
+        found = self._known.get(key)
+        if found is None:
+            start, stop = self.stage.ranges(micro_batch)[self.member]
+            pairs = ((p, (max(start, a), min(stop, b))) for p, (a, b) in enumerate(self.other.ranges(micro_batch)))
+            found = self._known[key] = [(peer, region) for peer, region in pairs if region[0] < region[1]]
+        return found
+
+    def streams(self, pipeline: int, kind: str, *, sending: bool) -> list[str]:
+        """Return the channel to (or from) each member of the neighbour."""
+        here = Place(pipeline=pipeline, stage=self.stage.index, member=self.member)
+        there = [Place(pipeline=pipeline, stage=self.other.index, member=m) for m in range(len(self.other.members))]
+        return [channel(pipeline, here, p, kind) if sending else channel(pipeline, p, here, kind) for p in there]

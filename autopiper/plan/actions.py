@@ -39,6 +39,11 @@ class Wait:
         return self.action if self.block is None else f"{self.action}@{self.block}"
 
 
+def compute_text(stage: int | None, kind: str, micro_batch: int | str) -> str:
+    """Name F, B, I or W of a micro-batch: "2F5"."""
+    return f"{stage}{kind}{micro_batch}"
+
+
 @data
 class Action:
     """One instruction of a Program."""
@@ -64,7 +69,7 @@ class Action:
         """The name of the action, unique in its Program."""
         kind, mb = self.kind, "" if self.micro_batch is None else self.micro_batch
         if kind in COMPUTE_KINDS:
-            return f"{self.prefix}{self.stage}{kind}{mb}"
+            return self.prefix + compute_text(self.stage, kind, mb)
         if kind in TRANSFER_KINDS:
             start, stop = self.samples or (0, 0)
             arrow = ">" if kind.startswith("SEND") else "<"
