@@ -37,12 +37,36 @@ class Piece:
         """Micro-batches, a smaller last one included."""
         return -(-self.share // self.shape.quantum)
 
-    @property
-    def pace(self) -> PipelinePace:
-        """How the pipeline takes micro-batches."""
-        return PipelinePace(
-            fill_s=self.layers.fill_s, bottleneck_s=self.layers.bottleneck_s, quantum=self.shape.quantum
-        )
+    def pace(self, family: str) -> PipelinePace:
+        """How the pipeline takes micro-batches under a schedule family."""
+        further_s = further_s_of(self.layers, self.problem, family)
+        return PipelinePace(fill_s=self.layers.fill_s, bottleneck_s=further_s, quantum=self.shape.quantum)
+
+
+def further_s_of(layers: LayerPlan, problem: LayerProblem, family: str) -> float:
+    """Return what a further micro-batch adds to a step, messages and the order of the schedule included.
+
+    1F1B: of any run of n neighbouring stages the first has n - 1 micro-batches more in flight than the last, so n
+    micro-batches take one journey through the run and back: its stages, and twice the messages within (stages of T and
+    links of c: T + 2c (n - 1)/n). It exceeds the busiest stage where links are slow. GPipe: the messages of all
+    forwards, then those of all backwards (too little where a message lies between F and B of the busiest stage).
+    """
+    inner = layers.cuts[1:-1]
+    forward, backward = (
+        [float(t[c]) for t, c in zip(transfers, inner, strict=True)]
+        for transfers in (problem.forward_transfer_s, problem.backward_transfer_s)
+    )
+    longest = layers.bottleneck_s
+    if family != "1f1b":
+        return max(longest, max(forward, default=0.0) + max(backward, default=0.0))
+    moves = [there + back for there, back in zip(forward, backward, strict=True)]
+    most = problem.micro_batches
+    for first in range(len(moves)):
+        journey = layers.stage_s[first]
+        for last in range(first + 1, min(len(moves) + 1, first + most)):
+            journey += moves[last - 1] + layers.stage_s[last]
+            longest = max(longest, journey / (last - first + 1))
+    return longest
 
 
 @data
@@ -99,7 +123,7 @@ class Workshop:
                 if piece is None:
                     return None
                 pieces.append(piece)
-            shares = share_batch([p.pace for p in pieces], self.batch, ragged=True)
+            shares = share_batch([p.pace(family) for p in pieces], self.batch, ragged=True)
             pieces = [replace(p, share=s) for p, s in zip(pieces, shares, strict=True)]
             before, counts = counts, [max(1, p.micro_batches) for p in pieces]
             if counts == before:
@@ -115,7 +139,7 @@ class Workshop:
 
     def finish(self, pieces: tuple[Piece, ...], family: str, choices: tuple[str, ...], habit: Habit) -> Draft:
         """Estimate the step of the pieces as they stand."""
-        slowest = max(p.layers.step_s(p.micro_batches) for p in pieces)
+        slowest = max(p.pace(family).time_s(p.micro_batches) for p in pieces)
         estimate = slowest + self.sync_s(pieces) + self._update_s(pieces)
         return Draft(pieces=pieces, family=family, choices=choices, habit=habit, estimate_s=estimate)
 
