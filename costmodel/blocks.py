@@ -34,6 +34,10 @@ WIDEST_KEPT = 0.25
 layer without attention scores keeps (Korthikanti et al., equation 1, 34 bytes per element of the hidden state)."""
 
 
+UNKEPT_WIDE = 2.0
+"""Copies of the fp32 logits beside the one kept: the logits themselves while the loss is computed, and their gradient."""
+
+
 @data
 class Boundary:
     """Bytes of one sample at the edges of a block, not divided by tensor parallelism."""
@@ -98,7 +102,7 @@ def price_block(
         selective_forward_s=_selective_forward_s(block, device, training, tp, samples, kept_bytes - selective_bytes),
         workspace_bytes=(boundary.input_bytes + boundary.output_bytes) * samples
         + WIDEST_KEPT * (kept_bytes - wide_bytes)
-        + wide_bytes,
+        + UNKEPT_WIDE * wide_bytes,
         evidence="analytic",
         relative_error=RELATIVE_ERROR,
     )

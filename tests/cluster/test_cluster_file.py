@@ -132,7 +132,7 @@ def own_types(draw: st.DrawFn) -> DeviceType:
         peak_flops=draw(st.dictionaries(st.sampled_from(["fp64", "fp32", "bf16"]), rates, min_size=1)),
         memory_bytes_per_s=draw(rates),
         kernel_launch_s=draw(waits),
-        reserved_bytes=draw(st.floats(min_value=0, max_value=1e12)),
+        reserved_bytes=draw(st.just(0.0) | st.floats(min_value=1, max_value=1e12)),
         price_per_hour=draw(st.none() | st.floats(min_value=0, max_value=1e3)),
         platform=draw(st.sampled_from(["cuda", "cpu"])),
         source=draw(names),

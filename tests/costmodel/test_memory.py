@@ -98,6 +98,17 @@ def test_workspace_is_that_of_the_largest_block_computed_again(gpt22b: Model) ->
     assert workspace("none", "full") == layer.workspace_bytes + layer.kept_bytes - layer.kept_bytes_full
 
 
+@pytest.mark.parametrize("tp", [1, 8])
+def test_the_head_has_room_for_three_copies_of_its_fp32_logits(gpt22b: Model, tp: int) -> None:
+    # Logits, their softmax and their gradient, as the planner of X-MoE counts them; the rest is small beside them.
+    index = price(gpt22b, NODE, HALF).index()
+    where = (index, gpt22b, "a100-80g", tp, 49, 50, ("none",), 2)
+    total = memory.stage_kept_bytes(*where) + memory.stage_workspace_bytes(*where)
+    logits = 4 * 2048 * 51200 * 2 / tp
+    hidden = 2 * 2048 * 6144 * 2  # bytes of the hidden states; the head keeps two, and has one in and its widest
+    assert total == pytest.approx(3 * logits + 3.5 * hidden, rel=1e-3)
+
+
 def test_an_empty_slice_needs_nothing_and_wrong_words_are_refused(gpt22b: Model) -> None:
     index = price(gpt22b, NODE, HALF).index()
     assert memory.stage_kept_bytes(index, gpt22b, "a100-80g", 1, 1, 3, ("none", "none"), 0) == 0
