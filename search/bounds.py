@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from autopiper._data import data
-from autopiper.errors import AutoPiperError
+from autopiper.errors import CostError
 from autopiper.model.spec import Model
 from autopiper.search.milp import Milp
 from autopiper.search.prices import Array, MemberCosts, Prices
@@ -39,6 +39,8 @@ class BestPrices:
         """`counts` = devices of each type that may be used; `largest` = samples of the largest slice."""
         self.prices, self.counts = prices, {t: n for t, n in counts.items() if n}
         allowed = None if degrees is None else tuple(degrees)
+        sizes = "any tensor-parallel size" if allowed is None else f"tensor_parallel_sizes {allowed}"
+        self.asked = f"{sizes} and slices of 1 to {largest} samples"
         self.members: dict[str, list[MemberCosts]] = {}
         for name in self.counts:
             found = [
@@ -101,7 +103,10 @@ def _own_share(model: Model) -> Array:
 def lower_bound(best: BestPrices, global_batch_size: int) -> Bound:
     """Return the tightest bound, in seconds of a step, and its words."""
     if not best.members:
-        raise AutoPiperError("no device type that may be used has prices; there is nothing to bound")
+        raise CostError(
+            f"none of {', '.join(best.counts) or 'the devices'} has prices for the whole model at {best.asked}; "
+            "such a size must fit into a node, divide the model, and be priced"
+        )
     work, shares = _work_s(best, global_batch_size)
     path = float(best.shortest_s.sum()) + float(best.shortest_update_s[0])
     slow = [name for name, share in shares.items() if share > 0]

@@ -119,14 +119,15 @@ class Mixer:
                 self.steps.append((b, choice))
                 now[b] = choice
         self.blocks = np.array([b for b, _ in self.steps], dtype=int)
-        self.saves, self.spaces = (np.array(v, dtype=float).reshape(len(self.steps), -1) for v in (saves, spaces))
+        shape = len(self.steps), len(slot.members)  # no step at all where nothing is kept
+        self.saves, self.spaces = (np.array(v, dtype=float).reshape(shape) for v in (saves, spaces))
         self.base = np.stack([m.memory_bytes(base, slot.in_flight) - m.capacity_bytes for m in slot.members], axis=-1)
         self.base += slot.reserve_bytes
         self.base_space = np.stack([m.stage_workspace_bytes[base] for m in slot.members], axis=-1)
         self.base_s = np.stack([m.time_s[base] for m in slot.members], axis=-1)
         self.costs = np.array(
             [[float(m.extra_s[c][b] - m.extra_s[base][b]) for m in slot.members] for b, c in self.steps], dtype=float
-        ).reshape(len(self.steps), -1)  # fmt: skip
+        ).reshape(shape)  # fmt: skip
         self.only = len({b for b, _ in self.steps}) == len(self.steps)
 
     def _steps(self, start: int, stop: int) -> tuple[Steps, int, float] | None:
