@@ -1,11 +1,13 @@
 """The command line. Results go to stdout, progress and messages to stderr; `--json` prints one JSON document.
 
-Exit codes: 0 done, 1 the launched script failed, 2 wrong input, 3 no feasible plan, 130 interrupted.
+Exit codes: 0 done, 1 the launched script failed, 2 wrong input (or output that cannot be written), 3 no feasible plan,
+130 interrupted, 141 nobody reads the output.
 Only typer is imported here; each command imports what it needs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -21,7 +23,7 @@ from autopiper.errors import AutoPiperError, InfeasibleError, RuntimeFault
 if TYPE_CHECKING:
     from autopiper.plan.plan import Plan
 
-WRONG_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
+WRONG_INPUT, INFEASIBLE, INTERRUPTED, READER_GONE = 2, 3, 130, 141
 
 app = typer.Typer(
     name="autopiper",
@@ -37,11 +39,34 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json, or 
 
 def main() -> None:
     """Run the command line and exit."""
+    _usable_streams()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where a full disk can still be told
     except KeyboardInterrupt:
         _say("interrupted")
         sys.exit(INTERRUPTED)
+    except OSError as fault:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try, and complain, once more
+        if isinstance(fault, BrokenPipeError):  # whoever read our output has seen enough
+            sys.exit(READER_GONE)
+        _say(f"error: {fault}")
+        sys.exit(WRONG_INPUT)
+
+
+def _usable_streams() -> None:
+    """Open what the shell closed (`>&-`), and let no text fail because of the locale's encoding."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _say(message: str) -> None:
@@ -65,6 +90,8 @@ def _faults(interrupted: str = "interrupted") -> Iterator[None]:
     except KeyboardInterrupt:
         _say(interrupted)
         raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # typer would make it an exit code of 1
+        raise typer.Exit(READER_GONE) from None
 
 
 @contextmanager
@@ -107,7 +134,9 @@ def _print_plan(plan: Plan) -> None:
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         console.width = PLAIN_WIDTH
     console.width = max(console.width, MIN_WIDTH)
-    console.print(plan_table(plan, simulate(plan)))
+    with console.capture() as table:
+        console.print(plan_table(plan, simulate(plan)))
+    print(table.get(), end="")  # by ourselves: rich ends the process where nobody reads
 
 
 def _summary(plan: Plan) -> dict[str, Any]:
