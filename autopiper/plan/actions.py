@@ -158,6 +158,12 @@ class Program:
     """What these ranks hold: one place, or several (virtual stages, several pipelines)."""
     streams: Mapping[str, tuple[Action, ...]]
 
+    def __post_init__(self) -> None:
+        if len(self.ranks) != len(self.devices) or not self.ranks:
+            raise PlanError(
+                f"a program names ranks {self.ranks} and devices {self.devices}; give one device for each rank"
+            )
+
     def actions(self) -> Iterator[Action]:
         """Every action, stream by stream."""
         for actions in self.streams.values():

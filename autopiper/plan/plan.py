@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
+from math import inf
 from pathlib import Path
 
 from autopiper._data import data
 from autopiper.cluster.spec import Cluster
+from autopiper.errors import PlanError
 from autopiper.model.spec import Model
 from autopiper.plan.actions import Program
 from autopiper.plan.costs import CostTable
@@ -77,6 +79,16 @@ class Plan:
     """Idle devices and why, assumptions made, anything a reader must know."""
     provenance: Provenance
 
+    def __post_init__(self) -> None:
+        numbers = {
+            name: getattr(self, name) for name in ("step_time_s", "makespan_s", "relative_error", "lower_bound_s")
+        }
+        numbers |= {f"peak_memory_bytes[{rank}]": value for rank, value in enumerate(self.peak_memory_bytes)}
+        wrong = [f"{name} is {value}; it must be zero or more and finite"
+                 for name, value in numbers.items() if not 0 <= value < inf]  # fmt: skip
+        if wrong:
+            raise PlanError("a plan's predictions are wrong:", wrong)
+
     @property
     def training(self) -> Training:
         """Batch, precision and optimizer."""
@@ -102,7 +114,6 @@ class Plan:
 
 def load_plan(path: str | Path) -> Plan:
     """Read a plan that `Plan.save` wrote; never executes code. Raises PlanError naming the field that is wrong."""
-    from autopiper.errors import PlanError
     from autopiper.plan import file
 
     return file.read(path, "plan", Plan, PlanError)
