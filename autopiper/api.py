@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopiper._data import require
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import AutoPiperError, ClusterError, CostError, PlanError
 from autopiper.inputs import as_cluster, as_model, as_training, usable
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from autopiper.plan.actions import Program
 
 GIB = 2**30
+MOST_SEED = 2**32
+"""Seeds of the samplers are 32 bits wide."""
 SAME = 1e-9
 """Two runs of the simulator over equal Programs and prices agree to this; a stored prediction must too."""
 
@@ -89,6 +92,9 @@ def _lowered(
     from autopiper import ir
     from autopiper.costmodel import price as analytic
 
+    require(PlanError, "model", model, Model | None)
+    require(PlanError, "cluster", cluster, Cluster | None)
+    require(CostError, "costs", costs, CostTable | None)
     if isinstance(given, Plan):
         if model is not None or cluster is not None:
             raise PlanError("a plan brings its own model and cluster; give only costs beside it")
@@ -237,10 +243,18 @@ def optimize(
         _refuse("objective", objective, "'step_time'")
     for name, came, allowed in (
         ("study_name", study_name, None), ("storage", storage, None), ("load_if_exists", load_if_exists, False),
-        ("num_workers", num_workers, 1), ("callbacks", tuple(callbacks), ()),
+        ("num_workers", num_workers, 1), ("callbacks", tuple(callbacks) if isinstance(callbacks, Sequence) else callbacks, ()),
     ):  # fmt: skip
         if came != allowed:
             _refuse(name, came, f"{allowed!r}: a search runs in one process and keeps no study yet")
+    hints: dict[str, tuple[Any, Any]] = {
+        "space": (space, Space | None), "baseline": (baseline, Strategy | None), "timeout": (timeout, float | None),
+        "n_trials": (n_trials, int | None), "seed": (seed, int), "run_dir": (run_dir, str | Path | None),
+    }  # fmt: skip
+    for name, (given, hint) in hints.items():
+        require(PlanError, name, given, hint)
+    if not 0 <= seed < MOST_SEED:
+        raise PlanError(f"seed is {seed}; it must be 0 to {MOST_SEED - 1}")
     if timeout is not None and not timeout > 0:
         raise PlanError(f"timeout is {timeout}; it must be seconds above zero, or None")
     if n_trials is not None and n_trials < 1:

@@ -45,8 +45,10 @@ class RuntimeFault(AutoPiperError, RuntimeError):
     """A fault while training: which rank, stage and action, and why."""
 
 
-def nearest(word: str, allowed: Iterable[str]) -> str:
+def nearest(word: object, allowed: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the closest allowed word whatever its case, or nothing where none is close."""
+    if not isinstance(word, str):
+        return ""
     by_lower = {w.lower(): w for w in allowed}
     found = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.5)
     return f" (did you mean '{by_lower[found[0]]}'?)" if found else ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopiper._data import require
 from autopiper.cluster.spec import Cluster
-from autopiper.errors import ClusterError, ModelError, PlanError, nearest
+from autopiper.errors import ClusterError, CostError, ModelError, PlanError, nearest
 from autopiper.model.spec import Model
 from autopiper.plan.costs import CostTable
 from autopiper.plan.space import Space
@@ -51,9 +53,9 @@ def as_model(given: ModelLike, *, sequence_length: int | None = None, example_in
         )
     path = Path(given)
     if str(given) not in Model.presets():
-        if path.is_dir():
+        if os.path.isdir(path):  # unlike pathlib's, False for a name that no file can have
             return Model.from_config(path / "config.json", sequence_length=sequence_length)
-        if path.is_file() or path.suffix == ".json" or isinstance(given, Path):
+        if os.path.isfile(path) or path.suffix == ".json" or isinstance(given, Path):
             return Model.from_config(path, sequence_length=sequence_length)
     return Model.from_preset(str(given), sequence_length=sequence_length)
 
@@ -72,8 +74,8 @@ def as_cluster(given: ClusterLike) -> Cluster:
     if str(given) == "local":
         return Cluster.local()
     path = Path(given)
-    if not path.is_file():
-        beside = [p.stem for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+    if not os.path.isfile(path):
+        beside = [p.stem for p in path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
         raise ClusterError(
             f"cluster file '{given}' does not exist{nearest(path.stem, beside)}; give the path of a TOML file, or 'local'"
         )
@@ -92,6 +94,8 @@ def as_training(
     An open precision becomes the one that `costs` hold for, or stays open: it depends on which devices are used.
     Raises PlanError where two answers contradict each other.
     """
+    require(PlanError, "training", training, Training | None)
+    require(CostError, "costs", costs, CostTable | None)
     notes: list[str] = []
     if training is None:
         size = global_batch_size

@@ -55,7 +55,7 @@ class RunDirectory:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._log = (self.path / LOG).open("a")
-            except OSError as fault:
+            except (OSError, ValueError) as fault:
                 raise PlanError(f"cannot write to run_dir '{self.path}': {fault}") from None
             self._log.write(f"# {datetime.now().astimezone().isoformat(timespec='seconds')}\n")
         return self

@@ -28,6 +28,8 @@ from autopiper.search.uniform import Layout, best_uniform
 
 DEFAULT_TRIALS = 32
 ALTERNATIVES = 5
+MOST_MICRO_BATCHES = 20_000
+"""Of the largest size in one step. Every simulation walks them all; whoever asks for more has given tokens, most likely."""
 
 
 @data
@@ -108,6 +110,13 @@ def _check(model: Model, training: Training, space: Space, timeout: float | None
             f"global_batch_size {batch} is too small for the space: space.min_pipelines {space.min_pipelines} x smallest "
             f"of space.micro_batch_sizes {smallest} = {smallest * space.min_pipelines} samples; give at least that many, "
             "fewer pipelines or smaller micro-batches"
+        )
+    largest = max(space.micro_batch_sizes)
+    if batch > largest * MOST_MICRO_BATCHES:
+        raise PlanError(
+            f"global_batch_size is {batch} samples: {-(-batch // largest)} micro-batches of {largest}, and at most "
+            f"{MOST_MICRO_BATCHES} can be planned. It counts samples, not tokens: {batch} tokens are "
+            f"{max(1, batch // model.sequence_length)} samples of sequence_length {model.sequence_length}"
         )
     if timeout is not None and not timeout > 0:
         raise PlanError(f"timeout is {timeout}; it must be above zero seconds, or None")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from autopiper._data import require
 from autopiper.cluster import catalogue, detect
 from autopiper.cluster.spec import Cluster, DeviceType, Link, Node
 from autopiper.errors import ClusterError
@@ -27,15 +28,20 @@ def homogeneous(
 
     Raises ClusterError naming the argument, what came and what is allowed.
     """
+    require(ClusterError, "device", device, str)
+    require(ClusterError, "name", name, str | None)
     for label, count in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node), ("nics", nics)):
+        require(ClusterError, label, count, int)
         if count < 1:
             raise ClusterError(f"{label} is {count}; it must be 1 or more")
     for label, rate in (("intra_node_GBps", intra_node_GBps), ("inter_node_GBps", inter_node_GBps)):
+        require(ClusterError, label, rate, float)
         if not rate > 0:
             raise ClusterError(f"{label} is {rate}; it must be above zero (gigabytes per second and direction)")
     for label, wait in (
         ("intra_node_latency_us", intra_node_latency_us), ("inter_node_latency_us", inter_node_latency_us),
     ):  # fmt: skip
+        require(ClusterError, label, wait, float)
         if not (wait >= 0 and math.isfinite(wait)):
             raise ClusterError(f"{label} is {wait}; it must be zero or more (microseconds)")
     intra = Link(bytes_per_s=intra_node_GBps * 1e9, latency_s=intra_node_latency_us * 1e-6)
@@ -57,6 +63,7 @@ def local(num_devices: int | None = None, *, ideal: bool = False) -> Cluster:
     memory bandwidth evenly (by default one per usable core). `ideal=True`: catalogue cores with free links and no memory
     limit, the same on every machine. Raises ClusterError where `num_devices` is below 1 or a device is unknown.
     """
+    require(ClusterError, "num_devices", num_devices, int | None)
     if num_devices is not None and num_devices < 1:
         raise ClusterError(f"num_devices is {num_devices}; it must be 1 or more")
     if ideal:

@@ -112,7 +112,7 @@ def read(path: str | Path) -> Cluster:
     """Read a cluster file. Raises ClusterError naming the file, the key, what came and what is allowed."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
+    except (OSError, ValueError, TypeError) as fault:  # no such file, no text in it, or no path at all
         raise ClusterError(f"cannot read cluster file '{path}': {fault}") from None
     return from_toml(text, f"cluster file '{path}'", default_name=Path(path).stem)
 
@@ -121,7 +121,7 @@ def from_toml(text: str, label: str = "cluster text", *, default_name: str = "cl
     """Make a cluster of TOML text; `label` is what errors call it. Raises ClusterError as `read` does."""
     try:
         content = tomllib.loads(text, parse_float=Decimal)
-    except tomllib.TOMLDecodeError as fault:
+    except (ValueError, RecursionError) as fault:  # tomllib's own error, digits without end, brackets without end
         raise ClusterError(f"{label} is not TOML: {fault}") from None
     try:
         _inherit(content)

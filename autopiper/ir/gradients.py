@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopiper.errors import PlanError
 from autopiper.ir.graph import Bucket, GradientBlock, TrainingGraph
 from autopiper.plan.actions import Place
+
+MOST_BUCKETS = 2**18
+"""Of one gradient block; each is an action of every holder's program."""
 
 
 def holders_of_block(graph: TrainingGraph, block: int) -> tuple[Place, ...]:
@@ -59,6 +63,12 @@ def _make(
 ) -> GradientBlock:
     limit = max(1, graph.bucket_bytes // graph.training.gradient_bytes)
     pieces = [(min(blocks), sizes[0])] if kind == "tied" else list(zip(blocks, sizes, strict=True))
+    if sum(sizes) > limit * MOST_BUCKETS:
+        raise PlanError(
+            f"bucket_bytes {graph.bucket_bytes} cuts the {sum(sizes)} gradients of blocks {min(blocks)}..{max(blocks)} into "
+            f"{-(-sum(sizes) // limit)} buckets, and at most {MOST_BUCKETS} can be planned; give bucket_bytes of at least "
+            f"{-(-sum(sizes) // MOST_BUCKETS) * graph.training.gradient_bytes}"
+        )
     buckets: list[Bucket] = []
     at = 0
     for block, size in pieces:

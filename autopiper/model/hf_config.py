@@ -8,11 +8,13 @@ from sizes may be left out and then have the default of the type's configuration
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autopiper._data import require
 from autopiper.errors import ModelError, nearest
 from autopiper.model.spec import Model
 from autopiper.model.transformer import Dimensions, build
@@ -266,14 +268,15 @@ def from_config(config: str | Path | Mapping[str, Any], *, sequence_length: int 
 def _read(config: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     if isinstance(config, Mapping):
         return config, "the config"
+    require(ModelError, "config", config, str | Path)
     path = Path(config)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}; a config.json holds an object, {{…}}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from autopiper._data import require
 from autopiper.errors import ModelError, nearest
 from autopiper.model.spec import Model
 from autopiper.model.transformer import Dimensions, build
@@ -115,6 +116,7 @@ def from_preset(name: str, *, sequence_length: int | None = None) -> Model:
     `Model.global_batch_size` counts samples of the published length, whatever length is asked for; None = not
     published. Raises ModelError with the nearest name.
     """
+    require(ModelError, "name", name, str)
     for source, rows in _FAMILIES.items():
         if name in rows:
             layers, hidden, heads, groups, intermediate, vocabulary, length, batch, more = rows[name]

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopiper._data import data
+from autopiper._data import data, require
 from autopiper.errors import ModelError
 
 if TYPE_CHECKING:
@@ -154,6 +154,12 @@ class Model:
                 raise ModelError(
                     f"tied parameter '{tied.name}' names blocks {tied.blocks}; allowed: two or more of 0..{last}"
                 )
+            least = min((self.blocks[b] for b in tied.blocks), key=lambda b: b.dense_parameters)
+            if not 0 <= tied.parameters <= least.dense_parameters:
+                raise ModelError(
+                    f"tied parameter '{tied.name}' has {tied.parameters} elements, but block '{least.name}', which uses it, "
+                    f"has {least.dense_parameters} dense parameters; each block counts the tied ones too"
+                )
 
     @property
     def parameters(self) -> int:
@@ -273,6 +279,7 @@ class Model:
 
         Every block is its own kind ("layer0", "layer1", …) unless `kinds` names them.
         """
+        require(ModelError, "num_blocks", num_blocks, int)
         if num_blocks < 1:
             raise ModelError(f"num_blocks is {num_blocks}; it must be 1 or more")
         if kinds is not None and len(kinds) != num_blocks:

@@ -175,11 +175,11 @@ def read(path: str | Path, kind: str, cls: type[T], error: type[AutoPiperError])
     """Read a plan or cost table. Raises `error` where the file is missing, truncated or wrong."""
     try:
         text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as fault:
+    except (OSError, ValueError, TypeError) as fault:  # no such file, no text in it, or no path at all
         raise error(f"cannot read {kind} file '{path}': {fault}") from None
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as fault:
+    except (ValueError, RecursionError) as fault:
         raise error(
             f"{kind} file '{path}' is not complete JSON: {fault}; was it cut off while being written?"
         ) from None

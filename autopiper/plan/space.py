@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopiper._data import data
+from autopiper._data import data, require_fields
 from autopiper.errors import PlanError, nearest
 from autopiper.model.spec import RECOMPUTE_CHOICES
 from autopiper.plan.strategy import DEFAULT_BUCKET_BYTES, SCHEDULES
@@ -32,6 +32,7 @@ class Space:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
+        require_fields(self, PlanError, "space.")
         for field, allowed in (("schedules", SCHEDULES), ("recompute", RECOMPUTE_CHOICES)):
             values = getattr(self, field)
             if not values:
@@ -49,3 +50,5 @@ class Space:
             raise PlanError(f"space allows {self.min_pipelines}..{self.max_pipelines} pipelines; the range is empty")
         if self.max_stages is not None and self.max_stages < 1:
             raise PlanError(f"space.max_stages is {self.max_stages}; it must be 1 or more")
+        if self.bucket_bytes < 1:
+            raise PlanError(f"space.bucket_bytes is {self.bucket_bytes}; it must be 1 or more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 
-from autopiper._data import data
+from autopiper._data import data, require
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import PlanError, nearest
 from autopiper.model.spec import RECOMPUTE_CHOICES, Model
@@ -175,11 +175,18 @@ class Strategy:
         evenly as contiguous stages allow; earlier stages take the blocks left over. `devices` restricts the layout to
         these ids, in this order (default: all). Raises PlanError with the sum worked out where sizes do not divide.
         """
+        require(PlanError, "model", model, Model)
+        require(PlanError, "cluster", cluster, Cluster)
+        require(PlanError, "training", training, Training)
+        require(PlanError, "devices", devices, tuple[int, ...] | range | None)
         ids = tuple(range(cluster.num_devices)) if devices is None else tuple(devices)
+        if not ids:
+            raise PlanError("devices is empty; name at least one, or None for all")
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         for name, value in (
             ("micro_batch_size", micro_batch_size), ("tensor_parallel_size", tp), ("pipeline_parallel_size", pp),
         ):  # fmt: skip
+            require(PlanError, name, value, int)
             if value < 1:
                 raise PlanError(f"{name} is {value}; it must be 1 or more")
         for name, value in (

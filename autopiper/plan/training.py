@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopiper._data import data
+from autopiper._data import data, require_fields
 from autopiper.cluster.spec import DeviceType
 from autopiper.errors import PlanError, nearest
 
@@ -36,6 +36,7 @@ class Training:
     """Why this precision, in words."""
 
     def __post_init__(self) -> None:
+        require_fields(self, PlanError)
         if self.global_batch_size < 1:
             raise PlanError(f"global_batch_size is {self.global_batch_size}; it must be 1 or more")
         if self.precision is not None and self.precision not in ACTIVATION_BYTES:
