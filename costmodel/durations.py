@@ -23,6 +23,7 @@ class Durations:
     def __init__(self, graph: TrainingGraph, programs: Sequence[Program], costs: CostTable) -> None:
         self.graph, self.programs, self.costs = graph, programs, costs
         self.prices = costs.index()
+        self.hosts = {host.device_type: host for host in costs.hosts}
         self.devices: tuple[Device, ...] = graph.cluster.devices()
         self.weighted_error_s = 0.0
         self.compute_s = 0.0
@@ -60,13 +61,23 @@ class Durations:
                     for price, choice in zip(prices, stage.recompute, strict=True)
                 ]
             seconds = [getattr(price, field) + more for price, more in zip(prices, again, strict=True)]
+            beside_s = self._beside_s(kind, stage, device_type)
             below = [0.0]
             for value in seconds[:-1]:
                 below.append(below[-1] + value)
-            found = self._passes[key] = (sum(seconds), sum(again), below)
+            found = self._passes[key] = (sum(seconds) + beside_s, sum(again), below)
             self.weighted_error_s += sum(s * p.relative_error for s, p in zip(seconds, prices, strict=True))
             self.compute_s += found[0]
         return found
+
+    def _beside_s(self, kind: str, stage: GraphStage, device_type: str) -> float:
+        """What the host spends on one pass beside the blocks; spent before the first block, so that none is late."""
+        host = self.hosts.get(device_type)
+        if host is None:
+            return 0.0
+        neighbours = (stage.index > 0) + (stage.index < len(self.graph.pipelines[stage.pipeline].stages) - 1)
+        own_s = {"F": host.forward_s, "B": host.backward_s, "I": host.backward_s}.get(kind, 0.0)
+        return own_s + (0.0 if kind == "W" else neighbours * host.message_s)
 
     def seconds(self, node: Node) -> float:
         """Return the duration of a node once it has started."""

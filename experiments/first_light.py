@@ -78,8 +78,8 @@ def make_optimizer(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Opti
 
 def profile_rank(
     rank: int, devices: tuple[str, ...], model: ap.Model, training: ap.Training, port: int, setup: lab.JoinGroup | None
-) -> tuple[ap.CostTable, dict[int, LinkReading]]:
-    """Measure blocks on all ranks at once, as they will run; then the links from rank 0 to each other."""
+) -> tuple[ap.CostTable, LinkReading]:
+    """Measure blocks on all ranks at once, as they will run; then the links between neighbours."""
     if setup is not None:
         setup(rank)
     torch.set_num_threads(1)
@@ -92,15 +92,15 @@ def profile_rank(
         optimizer=make_optimizer, micro_batch_sizes=SIZES, repeats=5, window_s=0.3,
         progress=(lambda text: progress(f"profile: {text}")) if rank == 0 else None,
     )  # fmt: skip
-    links = {}
-    for other in range(1, len(devices)):
-        group = dist.new_group([0, other])
-        dist.barrier()
-        if rank in (0, other):
-            links[other if rank == 0 else rank] = measure_link(other if rank == 0 else 0, group)
+    pairs = [(first, min(first + 1, len(devices) - 1)) for first in range(0, len(devices), 2)]
+    groups = [dist.new_group(list(pair)) for pair in pairs]
+    dist.barrier()
+    mine = rank // 2  # all pairs at once, as they will run
+    crossing = int(sum(t.bytes(training.activation_bytes) for t in model.crossing(len(model.blocks) // 2)))
+    link = measure_link(pairs[mine][rank == pairs[mine][0]], groups[mine], message_bytes=crossing)
     dist.barrier()
     dist.destroy_process_group()
-    return costs, links
+    return replace(costs, hosts=tuple(replace(h, message_s=link.message_s) for h in costs.hosts)), link
 
 
 def train_rank(plan: ap.Plan, steps: int, check: bool) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def measure(
     costs = tables[0]
     for table in tables[1:]:
         costs = costs.merge(table)
-    return costs, [links[max(1, rank)][max(1, rank)] for rank in range(len(devices))]
+    return costs, list(links)
 
 
 def emulated(devices: Iterable[str], links: Sequence[LinkReading], memory_bytes: float) -> Cluster:

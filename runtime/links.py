@@ -11,9 +11,13 @@ import torch.distributed as dist
 
 from autopiper._data import data
 from autopiper.plan.costs import LinkCost
+from autopiper.runtime.channels import Channel, take_apart
+from autopiper.runtime.lanes import Lanes
 from autopiper.runtime.profile import spread
 
 SMALL_BYTES, LARGE_BYTES = 1024, 4 * 2**20
+BURN_S, BURNS = 0.01, 12
+"""Processor time of the work between two messages, and how often it is done in a window."""
 
 
 @data
@@ -25,6 +29,8 @@ class LinkReading:
     reduce_latency_s: float
     """Of one of the two rounds of an all-reduce between two ranks."""
     reduce_bytes_per_s: float
+    message_s: float
+    """What a message, sent or received, takes from the work of this rank's processor; 0 on accelerators."""
     relative_error: float
 
     def cost(self, tier: str) -> LinkCost:
@@ -39,12 +45,19 @@ class LinkReading:
 
 
 def measure_link(
-    peer: int, group: dist.ProcessGroup, *, device: torch.device | str = "cpu", repeats: int = 5, window_s: float = 0.1
+    peer: int,
+    group: dist.ProcessGroup,
+    *,
+    message_bytes: int = 256 * 1024,
+    device: torch.device | str = "cpu",
+    repeats: int = 5,
+    window_s: float = 0.1,
 ) -> LinkReading:
     """Measure the link to rank `peer`; both ends call it at the same time, with a group of just the two of them.
 
     Messages go back and forth back to back for `window_s` seconds (the sustained price, on throttled devices too); the
-    median over `repeats` windows counts. All-reduce of two ranks: 2·latency + bytes / bandwidth (a ring of two).
+    median over `repeats` windows counts. All-reduce of two ranks: 2·latency + bytes / bandwidth (a ring of two). On a CPU
+    also what messages of `message_bytes` (what crosses between two stages) take from the work between them.
     """
     device = torch.device(device)
     first = dist.get_rank() < peer
@@ -75,8 +88,62 @@ def measure_link(
         send_bytes_per_s=LARGE_BYTES / max(large["send"] - small["send"], 1e-9),
         reduce_latency_s=small["reduce"] / 2,
         reduce_bytes_per_s=LARGE_BYTES / max(large["reduce"] - small["reduce"], 1e-9),
+        message_s=_message_s(peer, group, message_bytes, repeats) if device.type == "cpu" else 0.0,
         relative_error=max(spread(times[name, LARGE_BYTES]) for name in ("send", "reduce")),
     )
+
+
+def _message_s(peer: int, group: dist.ProcessGroup, message_bytes: int, repeats: int) -> float:
+    """Compute with and without messages in between, through the runtime's own channels.
+
+    The processor time that a message adds (of all threads), stretched as this rank's processor time is: by its quota.
+    """
+    lanes = Lanes()
+    channel = Channel(group, peer, torch.device("cpu"), lanes)
+    tensor = torch.zeros(1, message_bytes // 4)
+    _, form = take_apart(tensor, 1, "the link test")
+    matrix = torch.randn(256, 256)
+
+    start = time.thread_time()
+    for _ in range(20):
+        matrix @ matrix
+    products = max(1, round(20 * BURN_S / (time.thread_time() - start)))
+
+    def work() -> None:
+        for _ in range(products):
+            matrix @ matrix
+
+    def send() -> None:
+        channel.send([tensor], form, announce=True, over=lambda: None)
+        work()
+
+    def receive() -> None:
+        arriving = channel.receive(1, announced=True, then=lambda *_: None)
+        work()
+        arriving.finish(lanes)
+
+    # One way at a time: ranks of a pipeline do not work in lockstep, which an exchange would force on these two.
+    first = dist.get_rank() < peer
+    ways = (send, receive) if first else (receive, send)
+    for way in ways:  # the first message brings a header
+        way()
+    windows = [[_processor_s(once, group) for once in (work, *ways)] for _ in range(repeats)]
+    lanes.drain()
+    # Processor time only grows by what other programs do to the caches, so the least of it is the truth.
+    alone_cpu_s, *with_cpu_s = (min(cpu_s for cpu_s, _ in found) for found in zip(*windows, strict=True))
+    stretch = statistics.median(alone[1] / alone[0] for alone, *_ in windows)
+    return float(sum(max(0.0, cpu_s - alone_cpu_s) for cpu_s in with_cpu_s) / 2 * stretch)
+
+
+def _processor_s(once: Callable[[], None], group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return processor seconds and seconds of one call, over calls that both ends begin together."""
+    dist.barrier(group=group)
+    cpu_s, start = time.process_time(), time.perf_counter()
+    for _ in range(BURNS):
+        once()
+    found = (time.process_time() - cpu_s) / BURNS, (time.perf_counter() - start) / BURNS
+    dist.barrier(group=group)
+    return found
 
 
 def _window(

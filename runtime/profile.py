@@ -19,7 +19,7 @@ from autopiper._data import data
 from autopiper.errors import CostError
 from autopiper.model.layout import BlockLayout
 from autopiper.model.spec import Model
-from autopiper.plan.costs import BlockCost, CostTable
+from autopiper.plan.costs import BlockCost, CostTable, HostCost
 from autopiper.plan.training import OPTIMIZER_STATES, Training
 from autopiper.runtime import batches
 from autopiper.runtime.bench import Bench, Memory
@@ -46,20 +46,22 @@ class Part:
         return self.start + self.count
 
 
-Amounts = tuple[float, ...]
-"""Of one stage and slice: forward_s, backward_s, backward_input_s, kept bytes."""
-
-
 @data
 class Reading:
-    """What the benches of one part gave."""
+    """What the benches of one part gave, by samples."""
 
-    amounts: dict[int, Amounts]
-    """By samples; medians over the rounds."""
-    spread: dict[int, float]
-    """Relative half-distance of the quartiles of forward and backward together, by samples."""
+    windows: dict[int, tuple[list[float], list[float], list[float]]]
+    """Seconds of forwards, backwards, and backwards for the inputs alone, an entry per window."""
     memory: dict[int, Memory]
     update_s: float
+
+    def median_s(self, samples: int) -> tuple[float, ...]:
+        """Return the medians of the three."""
+        return tuple(statistics.median(times) for times in self.windows[samples])
+
+    def spread(self, samples: int) -> float:
+        """Return the relative spread of forward and backward together."""
+        return spread([f + b for f, b in zip(*self.windows[samples][:2], strict=True)])
 
 
 def parts_of(model: Model) -> tuple[Part, ...]:
@@ -101,9 +103,9 @@ def profile(
     resolved. On a CPU one thread is used, as each rank does.
 
     Measured: forward, fused backward, the backward for the inputs alone, optimizer step, bytes. Derived: the backward
-    for the weights (fused less inputs). A stage costs something beside its blocks (masks, position tables, the call of
-    the model); that is told apart by stages of one and of several blocks of one kind, and shared out over a run of such
-    blocks. Raises CostError where module and model do not fit together.
+    for the weights (fused less inputs), and what a stage costs beside its blocks (masks, position tables, the call of
+    the model): that is told apart by stages of one and of several blocks of one kind. Raises CostError where module and
+    model do not fit together.
     """
     if training.precision is None:
         raise CostError("training.precision is None; resolve it first: training.resolve(device types)")
@@ -129,8 +131,10 @@ def profile(
         )  # fmt: skip
     finally:
         torch.set_num_threads(threads)
+    blocks, host = _prices(found, device_type)
     return CostTable(
-        blocks=_prices(found, device_type),
+        blocks=blocks,
+        hosts=(host,),
         precision=training.precision,
         optimizer=training.optimizer,
         source=f"measured: {device_type}, torch {torch.__version__}",
@@ -166,8 +170,7 @@ def _measure(
     for part in parts:
         own = {n: benches[part, n] for n in examples}
         found[part] = Reading(
-            amounts={n: (*(statistics.median(w) for w in b.windows), memory[part, n].kept) for n, b in own.items()},
-            spread={n: spread([f + b for f, b in zip(*bench.windows[:2], strict=True)]) for n, bench in own.items()},
+            windows={n: bench.windows for n, bench in own.items()},
             memory={n: memory[part, n] for n in own},
             update_s=statistics.median(own[min(own)].update_windows(optimizer, repeats, window_s / 4)),
         )
@@ -184,38 +187,46 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def _prices(found: dict[Part, Reading], device_type: str) -> tuple[BlockCost, ...]:
-    """Turn readings into prices of single blocks."""
+def _prices(found: dict[Part, Reading], device_type: str) -> tuple[tuple[BlockCost, ...], HostCost]:
+    """Turn readings into prices of single blocks, and of what a stage costs beside them."""
     one = {p.kind: r for p, r in found.items() if p.count == 1}
     runs = {p.kind: (p.count, r) for p, r in found.items() if p.count > 1}
+    beside_s = tuple(
+        min((beside([(one[k].windows[n][i], run.windows[n][i]) for n in run.windows], count)
+             for k, (count, run) in runs.items()), default=0.0)
+        for i in range(3)
+    )  # fmt: skip
     out = []
-    for n in next(iter(one.values())).amounts:
-        beside = [stage_share(one[kind].amounts[n], run.amounts[n], count) for kind, (count, run) in runs.items()]
-        share = tuple(min(amounts) for amounts in zip(*beside, strict=True)) if beside else (0.0,) * 4
-        for kind, single in one.items():
-            if kind in runs:
-                count, reading = runs[kind]
-                amounts = tuple(a / count for a in reading.amounts[n])
-            else:
-                count, reading = 1, single
-                amounts = tuple(max(0.0, a - s) for a, s in zip(single.amounts[n], share, strict=True))
-            forward_s, backward_s, input_s, kept = amounts
+    for kind, single in one.items():
+        count, reading = runs.get(kind, (1, single))
+        for n in reading.windows:
+            forward_s, backward_s, input_s = (
+                max(0.0, t - less) / count for t, less in zip(reading.median_s(n), beside_s, strict=True)
+            )
             input_s = min(input_s, backward_s)
+            # Tables that all blocks of a stage use are kept once: what one block more keeps is what counts.
+            more = reading.memory[n].kept - single.memory[n].kept
+            kept = more / (count - 1) if count > 1 else single.memory[n].kept
             out.append(
                 BlockCost(
                     kind=kind, device_type=device_type, samples=n, forward_s=forward_s, backward_s=backward_s,
                     backward_input_s=input_s, backward_weight_s=backward_s - input_s,
                     update_s=reading.update_s / count, kept_bytes=kept, kept_bytes_selective=kept,
                     kept_bytes_full=single.memory[n].inputs, workspace_bytes=single.memory[n].workspace,
-                    evidence="measured", relative_error=reading.spread[n],
+                    evidence="measured", relative_error=reading.spread(n),
                 )
             )  # fmt: skip
-    return tuple(out)
+    return tuple(out), HostCost(device_type=device_type, forward_s=beside_s[0], backward_s=beside_s[1])
 
 
-def stage_share(one: Amounts, several: Amounts, count: int) -> Amounts:
-    """What a stage costs beside its blocks, from T(1) = share + block and T(n) = share + n·block."""
-    return tuple(max(0.0, a - (b - a) / (count - 1)) for a, b in zip(one, several, strict=True))
+def beside(windows: Sequence[tuple[Sequence[float], Sequence[float]]], count: int) -> float:
+    """What a stage costs beside its blocks, from T(1) = beside + block and T(count) = beside + count·block.
+
+    `windows` = pairs of times of one block and of `count` blocks, entry by entry of one round; the median counts,
+    because it is a small difference of large numbers.
+    """
+    found = [a - (b - a) / (count - 1) for one, several in windows for a, b in zip(one, several, strict=True)]
+    return max(0.0, statistics.median(found)) if found else 0.0
 
 
 def _examples(example: Any, sizes: Sequence[int], device: torch.device) -> dict[int, Any]:

@@ -77,6 +77,25 @@ class LinkCost:
     relative_error: float = 0.0
 
 
+@data
+class HostCost:
+    """What a rank of a device type spends beside its blocks, where it keeps the device from computing."""
+
+    device_type: str
+    forward_s: float = 0.0
+    """Of each forward of a stage: the call of the model, masks, position tables."""
+    backward_s: float = 0.0
+    message_s: float = 0.0
+    """Of each message sent or received: the backend's work, where it runs on the device itself (CPU ranks)."""
+    evidence: Evidence = "measured"
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "message_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise CostError(f"{name} of host '{self.device_type}' is {value}; it must be zero or more and finite")
+
+
 def _blend(a: BlockCost, b: BlockCost, samples: int) -> BlockCost:
     """Interpolate linearly in samples between two entries."""
     weight = (samples - a.samples) / (b.samples - a.samples)
@@ -99,6 +118,8 @@ class CostTable:
 
     blocks: tuple[BlockCost, ...]
     links: tuple[LinkCost, ...] = ()
+    hosts: tuple[HostCost, ...] = ()
+    """Per device type, where measured; else ranks spend nothing beside their blocks."""
     precision: str | None = None
     """Precision that the prices hold for; None = not stated."""
     optimizer: str | None = None
@@ -132,10 +153,12 @@ class CostTable:
                 raise CostError(f"cannot merge prices for {name} {mine!r} with prices for {theirs!r}")
         blocks = {(b.kind, b.device_type, b.tensor_parallel_size, b.samples): b for b in (*self.blocks, *other.blocks)}
         links = {link.tier: link for link in (*self.links, *other.links)}
+        hosts = {host.device_type: host for host in (*self.hosts, *other.hosts)}
         return replace(
             self,
             blocks=tuple(blocks.values()),
             links=tuple(links.values()),
+            hosts=tuple(hosts.values()),
             precision=self.precision or other.precision,
             optimizer=self.optimizer or other.optimizer,
             parameter_bytes=other.parameter_bytes or self.parameter_bytes,
