@@ -24,7 +24,7 @@ from autopiper.search.misses import infeasible
 from autopiper.search.precisions import Variant, variants
 from autopiper.search.prices import Prices
 from autopiper.search.proposals import Choice
-from autopiper.search.uniform import Layout, best_uniform
+from autopiper.search.uniform import BestUniform, best_uniform
 
 DEFAULT_TRIALS = 32
 ALTERNATIVES = 5
@@ -62,13 +62,13 @@ def search(
         prices = Prices(model, cluster, option.training, option.costs, space.recompute)
         explorations.append((option, Exploration(prices, option.devices, space, journal, max(space.micro_batch_sizes))))
     explorations.sort(key=lambda pair: pair[1].bound.seconds)
-    uniform: tuple[Layout, Outcome] | None = None
+    uniform: BestUniform | None = None
     best: tuple[Variant, Exploration, Candidate] | None = None
     for number, (option, exploration) in enumerate(explorations):
         if best is not None and (exploration.bound.seconds >= best[2].outcome.step_s or journal.late(0.5)):
             continue
         found = _uniform(exploration, space, journal)
-        if found is not None and (uniform is None or found[1].step_s < uniform[1].step_s):
+        if found is not None and (uniform is None or found.outcome.step_s < uniform.outcome.step_s):
             uniform = found
         hints = _baseline(exploration, baseline, space, notes) if baseline is not None and number == 0 else []
         exploration.run(-(-trials // (number + 1)), seed, hints)  # fewer for the less promising
@@ -96,7 +96,7 @@ def search(
         peak_memory_bytes=timeline.peak_memory_bytes,
         lower_bound_s=bound.seconds,
         binding=bound.binding,
-        uniform=None if uniform is None else _alternative(uniform[0].words, uniform[1]),
+        uniform=None if uniform is None else _alternative(uniform.layout.words, uniform.outcome, uniform.note),
         alternatives=_alternatives([e for _, e in explorations], candidate),
         notes=(*notes, *_notes(graph.training, cluster, candidate, option.devices, space)),
         provenance=provenance,
@@ -128,7 +128,7 @@ def _check(model: Model, training: Training, space: Space, timeout: float | None
         )
 
 
-def _uniform(exploration: Exploration, space: Space, journal: Journal) -> tuple[Layout, Outcome] | None:
+def _uniform(exploration: Exploration, space: Space, journal: Journal) -> BestUniform | None:
     """Find the best uniform layout; where the space allows it, it is a candidate too."""
     found = best_uniform(
         exploration.prices, exploration.evaluate, replace(space, max_stages=None), exploration.shop.devices,
@@ -136,8 +136,8 @@ def _uniform(exploration: Exploration, space: Space, journal: Journal) -> tuple[
     )  # fmt: skip
     if found is None:
         return None
-    journal.note(found[0].words, found[1].step_s)
-    _seed(exploration, found[0].words, found[1], space)
+    journal.note(found.layout.words, found.outcome.step_s)
+    _seed(exploration, found.layout.words, found.outcome, space)
     if space.max_stages is not None or space.min_pipelines > 1:
         # The best of the space itself, which the best of all may not belong to.
         own = best_uniform(
@@ -145,7 +145,7 @@ def _uniform(exploration: Exploration, space: Space, journal: Journal) -> tuple[
             stop=lambda: journal.late(0.3), accept=lambda s: _reason(exploration, s, space) is None,
         )  # fmt: skip
         if own is not None:
-            _seed(exploration, own[0].words, own[1], space)
+            _seed(exploration, own.layout.words, own.outcome, space)
     return found
 
 
@@ -206,8 +206,8 @@ def _choices(exploration: Exploration, strategy: Strategy) -> list[Choice]:
     ]  # fmt: skip
 
 
-def _alternative(label: str, outcome: Outcome) -> Alternative:
-    return Alternative(label=label, step_time_s=outcome.step_s, strategy=outcome.strategy)
+def _alternative(label: str, outcome: Outcome, note: str = "") -> Alternative:
+    return Alternative(label=label, step_time_s=outcome.step_s, strategy=outcome.strategy, note=note)
 
 
 def _alternatives(explorations: Sequence[Exploration], chosen: Candidate) -> tuple[Alternative, ...]:

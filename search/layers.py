@@ -10,12 +10,13 @@ so a stage, being the difference of two neighbours, is contiguous.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from autopiper._data import data
+from autopiper.plan.strategy import even_sizes
 from autopiper.search.milp import Milp, Solution
 from autopiper.search.prices import Array, MemberCosts
 
@@ -57,9 +58,7 @@ class LayerProblem:
 
     def even_cuts(self) -> tuple[int, ...]:
         """Borders of the even division, 0 and the number of blocks included."""
-        base, extra = divmod(self.num_blocks, len(self.stages))
-        sizes = [base + (s < extra) for s in range(len(self.stages))]
-        return (0, *(int(c) for c in np.cumsum(sizes)))
+        return (0, *accumulate(even_sizes(self.num_blocks, len(self.stages))))
 
 
 @data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from autopiper._data import data
 from autopiper.errors import InfeasibleError
 from autopiper.model.spec import RECOMPUTE_CHOICES
 from autopiper.plan.space import Space
+from autopiper.plan.strategy import even_sizes
 from autopiper.search.bounds import BestPrices
 from autopiper.search.drafts import Workshop
 from autopiper.search.patterns import enumerate_patterns, groups
@@ -64,9 +66,7 @@ def _least_excess(pattern: Pattern, prices: Prices, equal_stages: bool) -> Miss 
         over = used - m.capacity_bytes
         excess.append(np.where(stage, over, np.inf))
     if equal_stages:
-        base, extra = divmod(count, len(members))
-        ends = np.cumsum([base + (s < extra) for s in range(len(members))])
-        cuts = [0, *(int(e) for e in ends)]
+        cuts = [0, *accumulate(even_sizes(count, len(members)))]
     else:
         worst = np.where(np.arange(count + 1) == 0, -np.inf, np.inf)
         back = []

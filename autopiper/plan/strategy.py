@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from typing import Literal
 
 from autopiper._data import data, require
 from autopiper.cluster.spec import Cluster
@@ -16,6 +17,23 @@ from autopiper.plan.training import Training
 SCHEDULES = ("gpipe", "1f1b")
 """Families that this version expands; a further one is a file in ir/schedules."""
 DEFAULT_BUCKET_BYTES = 25 * 2**20
+
+
+Leftover = Literal["first", "ends"]
+"""Which of equal stages take the blocks left over."""
+
+
+def even_sizes(num_blocks: int, num_stages: int, leftover: Leftover = "first") -> tuple[int, ...]:
+    """Divide blocks into stages as evenly as can be; sizes in order of the stages.
+
+    "first": the first stages take one block more each, the embedding and the head counting as layers do. "ends": the
+    first and the last stage, then the second and the last but one: where the stages divide the layers, each has as many
+    of them, the embedding comes on top of the first and the head on top of the last, as in Megatron-LM.
+    """
+    base, extra = divmod(num_blocks, num_stages)
+    order = sorted(range(num_stages), key=lambda s: s if leftover == "first" else min(2 * s, 2 * (num_stages - s) - 1))
+    more = set(order[:extra])
+    return tuple(base + (s in more) for s in range(num_stages))
 
 
 @data
@@ -168,12 +186,13 @@ class Strategy:
         sequence_parallel: bool = False,
         zero: int = 0,
         devices: Sequence[int] | None = None,
+        leftover: Leftover = "first",
     ) -> Strategy:
         """Write the classic 3D layout: equal stages, equal members; data parallel = the rest.
 
         Ranks are laid out as Megatron-LM does: tensor fastest, then data, then pipeline. The blocks are divided as
-        evenly as contiguous stages allow; earlier stages take the blocks left over. `devices` restricts the layout to
-        these ids, in this order (default: all). Raises PlanError with the sum worked out where sizes do not divide.
+        evenly as contiguous stages allow; `leftover` says who takes the rest (`even_sizes`). `devices` restricts the
+        layout to these ids, in this order (default: all). Raises PlanError with the sum worked out where sizes do not divide.
         """
         require(PlanError, "model", model, Model)
         require(PlanError, "cluster", cluster, Cluster)
@@ -213,10 +232,9 @@ class Strategy:
                 f"{max(per_micro_batch, round(training.global_batch_size / per_micro_batch) * per_micro_batch)}"
             )
         count = training.global_batch_size // per_micro_batch
-        base, extra = divmod(len(model.blocks), pp)
         stages, start = [], 0
-        for s in range(pp):
-            stop = start + base + (s < extra)
+        for s, size in enumerate(even_sizes(len(model.blocks), pp, leftover)):
+            stop = start + size
             first = s * dp * tp
             members = tuple(tuple(ids[first + m * tp : first + (m + 1) * tp]) for m in range(dp))
             group = Group(
