@@ -65,14 +65,18 @@ class Reading:
 
 
 def parts_of(model: Model) -> tuple[Part, ...]:
-    """Choose what to measure: one block of each kind, and its longest run of equal blocks, at most RUN of them."""
+    """Choose what to measure: one block of each kind, and its longest run of equal blocks, at most RUN of them.
+
+    Not block 0 where the kind occurs again: whose inputs are the model's own has no backward for them.
+    """
     longest: dict[str, Part] = {}
     start = 0
     for index, block in enumerate(model.blocks):
-        if index and block.kind != model.blocks[index - 1].kind:
+        if index < 2 or block.kind != model.blocks[index - 1].kind:
             start = index
         here = Part(start=start, count=min(RUN, index - start + 1), kind=block.kind)
-        if block.kind not in longest or here.count > longest[block.kind].count:
+        known = longest.get(block.kind)
+        if known is None or known.start == 0 or here.count > known.count:
             longest[block.kind] = here
     ones = tuple(Part(start=p.start, count=1, kind=p.kind) for p in longest.values())
     return (*ones, *(p for p in longest.values() if p.count > 1))
@@ -156,9 +160,12 @@ def _measure(
             stage = build_stage(module, layout, part.start, part.stop, device=device, seed=seed)
             for n, batch in examples.items():
                 benches[part, n] = Bench(stage, batch, received.get(n), take, loss_fn, device)
-            if part.count == 1:  # blocks of one kind put out tensors of one form, so a kind is run once
-                outputs[block.kind] = {n: benches[part, n].output() for n in examples}
-        received = outputs.get(block.kind, received)
+        if block.kind not in outputs:  # blocks of one kind put out tensors of one form, so a kind is run once
+            stage = build_stage(module, layout, index, index + 1, device=device, seed=seed)
+            outputs[block.kind] = {
+                n: Bench(stage, batch, received.get(n), take, loss_fn, device).output() for n, batch in examples.items()
+            }
+        received = outputs[block.kind]
     memory = {key: bench.memory() for key, bench in benches.items()}
     for bench in benches.values():
         bench.prepare(window_s)
