@@ -45,6 +45,8 @@ def _words(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_words(each) for each in get_args(hint))
     if get_origin(hint) is tuple:
+        if get_origin(get_args(hint)[0]) in (Union, types.UnionType):
+            return f"a tuple of {_words(get_args(hint)[0])}"
         return f"a tuple of {_words(get_args(hint)[0]).removeprefix('a ').removesuffix('number')}" + (
             "numbers" if get_args(hint)[0] in (int, float) else ""
         )

@@ -109,6 +109,8 @@ def _line(error: Any, allowed: dict[str, Iterable[str]]) -> str:
         return f"{at} is {came}; it must be above {context['gt']}"
     if kind == "greater_than_equal":
         return f"{at} is {came}; it must be {context['ge']} or more"
+    if kind == "less_than_equal":
+        return f"{at} is {came}; it must be {context['le']} or less"
     if kind == "literal_error":
         return f"{at} is {came}{nearest(str(error['input']), ('cuda', 'rocm', 'cpu'))}; allowed: {context['expected']}"
     return f"{at} is {came[:80]}; {error['msg'].removeprefix('Value error, ')}"

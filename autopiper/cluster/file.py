@@ -59,9 +59,9 @@ class NodeEntry(Entry):
     """`count` equal nodes."""
 
     name: str | None = None
-    count: int = Field(default=1, ge=1, strict=True)
+    count: int = Field(default=1, ge=1, le=65_536, strict=True)
     devices: str | list[str]
-    devices_per_node: int | None = Field(default=None, ge=1, strict=True)
+    devices_per_node: int | None = Field(default=None, ge=1, le=1024, strict=True)
     intra_node_GBps: Positive | None = None
     intra_node_latency_us: NonNegative = Decimal(3)
     inter_node_GBps: Positive | None = None

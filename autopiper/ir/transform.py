@@ -6,6 +6,7 @@ one phase the file's order holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -170,6 +171,8 @@ def replicate(graph: TrainingGraph, it: d.ReplicateDirective) -> TrainingGraph:
                     f"replicate {dict(it.filter)}: devices {it.devices} are not those of {stage.tag}, {sorted(placed)}"
                 )
     if it.bucket_size is not None:
+        if not (it.bucket_size > 0 and math.isfinite(it.bucket_size)):
+            raise PlanError(f"replicate {dict(it.filter)}: bucket_size is {it.bucket_size}; it must be above zero (MB)")
         return buckets(graph, d.buckets(it.filter, bucket_bytes=int(it.bucket_size * 1e6)))
     return graph
 

@@ -167,6 +167,7 @@ class Strategy:
     @staticmethod
     def from_directives(given: Sequence[Directive], training: Training) -> Strategy:
         """Keep directives written by hand exactly as given."""
+        require(PlanError, "directives", given, tuple[Directive, ...])
         return Strategy(training=training, given=tuple(given))
 
     @staticmethod

@@ -128,6 +128,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) 
         ('"a100-80g"', '"a100-80gb"', ("a100-80gb", "did you mean 'a100-80g'?")),
         ("inter_node_GBps = 25", "inter_node_GBps = 0", ("inter_node_GBps is 0", "must be above 0")),
         ("devices_per_node = 2", "devices_per_node = -2", ("devices_per_node is -2", "1 or more")),
+        ("devices_per_node = 2", "devices_per_node = 99999999999999999999", ("must be 1024 or less",)),
         ("devices_per_node", "device_per_node", ("device_per_node: unknown key", "did you mean 'devices_per_node'?")),
         ("[[nodes]]", "[[nodes", ("is not TOML",)),
     ],
@@ -227,7 +228,8 @@ import os, sys
 import autopiper as ap
 
 plan = ap.load_plan(os.environ["AUTOPIPER_PLAN"])
-print(f"rank {os.environ['RANK']} of {len(plan.devices)} got {sys.argv[1:]}", flush=True)
+sys.stdout.write(f"rank {os.environ['RANK']} of {len(plan.devices)} got {sys.argv[1:]}\\n")  # whole, though unbuffered
+sys.stdout.flush()
 if "--fail" in sys.argv and os.environ["RANK"] == "1":
     raise ValueError("the data ended")
 """

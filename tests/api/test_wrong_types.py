@@ -49,6 +49,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "optimizer": lambda x: ap.Training(global_batch_size=8, optimizer=x),
     "space.schedules": lambda x: Space(schedules=x),
     "space.micro_batch_sizes": lambda x: Space(micro_batch_sizes=x),
+    "directives": lambda x: ap.Strategy.from_directives([x], TRAINING),
+    "list of directives": lambda x: ap.Strategy.from_directives(x, TRAINING),
     "recompute": lambda x: ap.Strategy.uniform(MODEL, CLUSTER, TRAINING, recompute=x),
 }
 
