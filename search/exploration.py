@@ -115,6 +115,13 @@ class Exploration:
             draft = again
         return None
 
+    def refine(self, shape: Shape) -> None:
+        """Cut a shape as is best for it, where that may beat the best so far."""
+        for draft in self._drafts_of([shape], self.space.schedules):
+            if draft.estimate_s * (1 - LATE_SLACK) < self.best_s:
+                outcome = self.simulate(draft)
+                self.journal.note(draft.words, outcome.step_s if outcome else None)
+
     def strategy(self, draft: Draft) -> Strategy:
         """Write a draft as a strategy."""
         return self.shop.strategy(draft)

@@ -137,7 +137,8 @@ def _uniform(exploration: Exploration, space: Space, journal: Journal) -> BestUn
     if found is None:
         return None
     journal.note(found.layout.words, found.outcome.step_s)
-    _seed(exploration, found.layout.words, found.outcome, space)
+    if _seed(exploration, found.layout.words, found.outcome, space) is None:
+        exploration.refine(found.layout.shape(exploration.prices.cluster))
     if space.max_stages is not None or space.min_pipelines > 1:
         # The best of the space itself, which the best of all may not belong to.
         own = best_uniform(

@@ -14,12 +14,14 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopiper._data import data
+from autopiper.cluster.spec import Cluster
 from autopiper.costmodel.collectives import all_reduce_s, transfer_s
 from autopiper.errors import PlanError
 from autopiper.plan.space import Space
 from autopiper.plan.strategy import Leftover, Strategy, even_sizes
 from autopiper.search.evaluate import Evaluator, Outcome
 from autopiper.search.prices import MemberCosts, Prices
+from autopiper.search.shapes import Shape
 
 
 @data
@@ -48,6 +50,15 @@ class Layout:
     def member(self, stage: int, index: int) -> int:
         """Return the first device of a member of a stage."""
         return self.devices[(stage * self.data_parallel_size + index) * self.tensor_parallel_size]
+
+    def shape(self, cluster: Cluster) -> Shape:
+        """Return what the layout is made of, its cuts left open."""
+        stages, members = range(self.pipeline_parallel_size), range(self.data_parallel_size)
+        return Shape(
+            types=tuple(tuple(cluster.device(self.member(s, r)).type.name for r in members) for s in stages),
+            tensor_parallel_sizes=(self.tensor_parallel_size,) * self.pipeline_parallel_size,
+            slices=((self.micro_batch_size,) * self.data_parallel_size,) * self.pipeline_parallel_size,
+        )
 
     def strategy(self, prices: Prices, bucket_bytes: int) -> Strategy:
         """Write the layout as a strategy. Raises PlanError where sizes do not divide."""

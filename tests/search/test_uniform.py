@@ -19,6 +19,7 @@ from autopiper.plan.strategy import Leftover, Strategy, even_sizes
 from autopiper.plan.training import Training
 from autopiper.search.bayes import Dimensions, explore
 from autopiper.search.evaluate import Evaluator
+from autopiper.search.exploration import Exploration, Journal
 from autopiper.search.prices import Prices
 from autopiper.search.proposals import Choice
 from autopiper.search.uniform import Layout, best_uniform, least_step_s
@@ -115,6 +116,27 @@ def test_layouts_left_out_for_want_of_time_are_counted() -> None:
             assert first.note == f"{first.unseen} more that may be faster were not simulated for want of time"
             assert first.unseen >= 1
     assert missed
+
+
+def test_the_shape_of_a_layout_is_cut_again_as_is_best_for_it() -> None:
+    model = Model.chain(num_blocks=4)
+    device = DeviceType(name="d", memory_bytes=1e9, peak_flops={"fp32": 1.0}, memory_bytes_per_s=1.0)
+    link = Link(bytes_per_s=1.0)
+    cluster = Cluster(
+        name="c", device_types=(device,), nodes=(Node(name="n", devices=("d",) * 2, intra=link, nic=link),)
+    )
+    costs = CostTable.from_layers(forward_s=[3, 1, 1, 1], backward_s=[6, 2, 2, 2])
+    training = Training(global_batch_size=8, precision="fp32")
+    space = Space(recompute=("none",), micro_batch_sizes=(1,), schedules=("1f1b",))
+    exploration = Exploration(Prices(model, cluster, training, costs, space.recompute), (0, 1), space, Journal(), 1)
+    layout = Layout(
+        devices=(0, 1), tensor_parallel_size=1, pipeline_parallel_size=2, data_parallel_size=1, micro_batch_size=1,
+        recompute="none", schedule="1f1b",
+    )  # fmt: skip
+    exploration.refine(layout.shape(cluster))
+    assert exploration.best is not None
+    assert [s.stop for s in exploration.best.outcome.strategy.pipelines[0].stages] == [1, 4]
+    assert exploration.best_s == pytest.approx((8 + 1) * 9), "1F1B with two equal stages of 9 s"
 
 
 def test_equal_stages_as_megatron_has_them() -> None:
