@@ -54,12 +54,6 @@ def matmul_s(device: DeviceType, precision: str, flops: float, kernels: float) -
     return flops / (device.peak_flops[precision] * best_share(device)) + ramp_s
 
 
-def efficiency(device: DeviceType, precision: str, flops: float) -> float:
-    """Return the share of its dense peak that one matrix kernel of `flops` reaches, launch left out."""
-    ideal_s = flops / device.peak_flops[precision] if precision in device.peak_flops else 0.0
-    return ideal_s / matmul_s(device, precision, flops, 1) if flops > 0 else 0.0
-
-
 def moved_s(device: DeviceType, num_bytes: float) -> float:
     """Return the seconds that a device takes to read and write `num_bytes` of its own memory, all together."""
     return num_bytes / (device.memory_bytes_per_s * MEMORY_SHARE)

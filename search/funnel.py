@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopiper import ir
-from autopiper._data import data
 from autopiper._version import __version__
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import AutoPiperError, PlanError
@@ -30,14 +29,6 @@ DEFAULT_TRIALS = 32
 ALTERNATIVES = 5
 MOST_MICRO_BATCHES = 20_000
 """Of the largest size in one step. Every simulation walks them all; whoever asks for more has given tokens, most likely."""
-
-
-@data
-class _Seed:
-    """A strategy that enters the search as it is."""
-
-    label: str
-    outcome: Outcome
 
 
 def search(

@@ -47,13 +47,6 @@ class BlockLayout:
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of parameter names, of two or more blocks, that are one and the same parameter."""
 
-    def block_of(self, parameter: str) -> int:
-        """Return the first block that holds `parameter`. Raises KeyError where none does."""
-        for index, block in enumerate(self.blocks):
-            if parameter in block.parameters:
-                return index
-        raise KeyError(parameter)
-
 
 def parameter_names(layout: BlockLayout, block: int) -> tuple[str, ...]:
     """Return the qualified parameter names of one block in registration order, tied ones included."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,7 +290,3 @@ class Model:
             for i in range(num_blocks - 1)
         )
         return Model(name=name, blocks=blocks, edges=edges, source="chain")
-
-    def renamed(self, name: str) -> Model:
-        """Return the same model under another name."""
-        return replace(self, name=name)

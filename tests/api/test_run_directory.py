@@ -16,7 +16,7 @@ NAME = 'a "quoted" \\ näme\nwith lines \U0001f600 and \t tabs'
 
 
 def test_resolved_is_toml_whatever_the_names(tmp_path: Path) -> None:
-    model = ap.Model.chain(2).renamed(NAME)
+    model = ap.Model.chain(2, name=NAME)
     cluster = replace(ap.Cluster.homogeneous("a100-80g", devices_per_node=2), name=NAME)
     training = ap.Training(global_batch_size=8).resolve(d.type for d in cluster.devices())
     costs = ap.CostTable(blocks=(), source=NAME)

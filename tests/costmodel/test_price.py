@@ -14,7 +14,7 @@ from autopiper.cluster import Cluster, Link, Node, catalogue
 from autopiper.costmodel import price
 from autopiper.costmodel.blocks import Boundary, price_block, update_s
 from autopiper.costmodel.collectives import ring_all_reduce_s
-from autopiper.costmodel.efficiency import best_share, efficiency, matmul_s
+from autopiper.costmodel.efficiency import best_share, matmul_s
 from autopiper.errors import CostError, PlanError
 from autopiper.model.spec import Block, Edge, Model, TensorSpec
 from autopiper.plan import Training
@@ -128,12 +128,14 @@ def test_the_optimizer_step_is_its_memory_traffic() -> None:
 
 
 def test_efficiency_saturates_with_size() -> None:
-    shares = [efficiency(A100, "bf16", 2.0 * n**3) for n in (128, 512, 1024, 2048, 4096, 16384)]
+    flops = [2.0 * n**3 for n in (128, 512, 1024, 2048, 4096, 16384)]
+    shares = [work / A100.peak_flops["bf16"] / matmul_s(A100, "bf16", work, 1) for work in flops]
     assert shares == sorted(shares)
     assert 0.3 < shares[2] < 0.5  # a 1024-cube product reaches about half of the best
     assert shares[-1] == pytest.approx(best_share(A100), rel=0.01)
-    assert efficiency(A100, "bf16", 0) == 0
-    assert efficiency(catalogue.get("cpu"), "fp32", 1) == best_share(catalogue.get("cpu"))
+    assert matmul_s(A100, "bf16", 0, 1) == 0
+    core = catalogue.get("cpu")
+    assert matmul_s(core, "fp32", 1, 1) == 1 / (core.peak_flops["fp32"] * best_share(core))
     with pytest.raises(CostError, match=r"'v100-32g' does not support precision 'bf16'; allowed: fp64, fp32, fp16"):
         matmul_s(catalogue.get("v100-32g"), "bf16", 1, 1)
 
