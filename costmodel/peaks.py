@@ -8,6 +8,7 @@ from autopiper.costmodel.durations import Durations
 from autopiper.costmodel.memory import boundary_bytes, stage_kept_bytes, stage_workspace_bytes, static_bytes
 from autopiper.ir.graph import GraphStage, TrainingGraph
 from autopiper.ir.joint import Joint
+from autopiper.ir.lower import RECEIVE_DEPTH
 from autopiper.plan.actions import COMPUTE_STREAM, Program
 
 
@@ -22,8 +23,9 @@ def memory(
 ) -> tuple[float, float, int]:
     """Return (static bytes, peak bytes, peak live micro-batches) of the ranks of Program `number`.
 
-    Activations count from the start of F to the end of B (or W); a received message from the moment it arrives until
-    the pass that uses it is over; a sent one from the pass that made it until it has gone.
+    Activations count from the start of F to the end of B (or W); a received message from the moment its receive is
+    posted (the one before has arrived, and the one before that is used up) until the pass that uses it is over; a sent
+    one from the pass that made it until it has gone.
     """
     place = program.places[0]
     stage = graph.stage(place)
@@ -59,7 +61,8 @@ def memory(
         if owner != number or not nodes or joint.nodes[nodes[0]].kind != "TRANSFER":
             continue
         per_sample = _message_bytes(graph, stage, stream, joint, nodes[0], number, durations)
-        for node in nodes:
+        used_up: list[float] = []
+        for place_in_channel, node in enumerate(nodes):
             entry = joint.nodes[node]
             action = entry.actions[entry.programs.index(number)]
             low, high = action.samples or (0, 0)
@@ -69,7 +72,11 @@ def memory(
             if action.kind.startswith("SEND"):
                 hold(over, end[node], per_sample * (high - low))
             else:
-                hold(start[node], max(over, end[node]), per_sample * (high - low))
+                posted = end[nodes[place_in_channel - 1]] if place_in_channel else 0.0
+                if place_in_channel >= RECEIVE_DEPTH:
+                    posted = max(posted, used_up[-RECEIVE_DEPTH])
+                used_up.append(max(over, end[node]))
+                hold(posted, used_up[-1], per_sample * (high - low))
     total = peak = 0.0
     live = most = 0
     for _, _, num_bytes, count in sorted(changes, key=lambda c: (c[0], c[1])):

@@ -119,6 +119,24 @@ def test_recompute_costs_a_forward_and_saves_activations(cluster_of: ClusterOf) 
     assert full.peak_memory_bytes == (100, 100)  # one block at a time refills what it did not keep
 
 
+def test_a_channel_has_two_receive_buffers_and_a_sent_message_waits_in_its_own(cluster_of: ClusterOf) -> None:
+    model = Model.chain(2)
+    costs = CostTable.from_layers(forward_s=[1, 1], backward_s=[2, 2], output_bytes=[100, 0])
+
+    def peaks(link_s: float) -> tuple[float, ...]:
+        cluster = cluster_of(2, link_s=link_s)
+        strategy = Strategy.uniform(
+            model, cluster, Training(global_batch_size=4), pipeline_parallel_size=2, schedule="gpipe"
+        )
+        return run(strategy, model, cluster, costs).peak_memory_bytes
+
+    # Links of no time: while one message is used, the buffer of the next one is posted; nothing waits to be sent.
+    assert peaks(0) == (200, 200)
+    # Messages of 4 s. Stage 0: after 4 s all four wait to be gone, beside a posted receive buffer. Stage 1: backwards
+    # end 2 s apart, so when the last one ends, the first message is gone and three are not.
+    assert peaks(4) == (500, 300)
+
+
 def test_static_memory_and_gradient_reduction(cluster_of: ClusterOf) -> None:
     model = Model.chain(2)
     model = replace(model, blocks=tuple(replace(b, dense_parameters=1000) for b in model.blocks))
