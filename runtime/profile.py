@@ -141,7 +141,7 @@ def profile(
         hosts=(host,),
         precision=training.precision,
         optimizer=training.optimizer,
-        source=f"measured: {device_type}, torch {torch.__version__}",
+        source=f"measured with torch {torch.__version__}",
     )
 
 
