@@ -24,7 +24,7 @@ def known_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(links, "_window", window)
     monkeypatch.setattr(links, "_message_s", lambda *_: 7e-4)
-    monkeypatch.setattr(links.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
 
 
 @pytest.mark.usefixtures("known_link")
