@@ -77,7 +77,9 @@ def _head(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
         )
     yield (
         "Throughput",
-        (f"{s['tokens_per_s']:,.0f} tokens/s, {s['tflops_per_device']:.3g} TFLOP/s per used device, MFU {s['mfu']:.1%} of their peak"),
+        (
+            f"{s['tokens_per_s']:,.0f} tokens/s, {s['tflops_per_device']:.3g} TFLOP/s per used device, MFU {s['mfu']:.1%} of their peak"
+        ),
     )
     yield "Batch", f"{training['global_batch_size']:,} samples"
     yield (
@@ -149,7 +151,10 @@ def _foot(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
             "Lower bound",
             f"{seconds(s['lower_bound_s'])}: no plan in the space searched is faster; bound by {s['binding']}",
         )
-        yield "Gap", f"this plan takes at most {s['gap']:.1%} longer than the best possible one of the space, by these prices"
+        yield (
+            "Gap",
+            f"this plan takes at most {s['gap']:.1%} longer than the best possible one of the space, by these prices",
+        )
     for idle in s["idle"]:
         yield "Idle", f"{len(idle['devices'])} x {idle['type']} on {_names(idle['nodes'])}"
     for number, note in enumerate(s["notes"]):
