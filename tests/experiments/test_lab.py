@@ -33,6 +33,12 @@ def _spin(setup: Any, rank: int, seconds: float, answers: Queue[tuple[int, float
     answers.put((rank, (time.process_time() - cpu) / (time.perf_counter() - wall)))
 
 
+def _throttled(group: Path) -> float:
+    """Share of the periods in which a group wanted more than its quota."""
+    counts = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+    return int(counts["nr_throttled"]) / max(1, int(counts["nr_periods"]))
+
+
 def test_processes_get_the_share_of_a_core_that_was_promised(lab: ModuleType) -> None:
     reason = lab.why_not()
     if reason is not None:
@@ -47,8 +53,11 @@ def test_processes_get_the_share_of_a_core_that_was_promised(lab: ModuleType) ->
         shares = dict(answers.get(timeout=30) for _ in ranks)
         for process in ranks:
             process.join()
-    assert shares[0] == pytest.approx(0.5, rel=0.05)
-    assert shares[1] == pytest.approx(0.2, rel=0.05)
+        throttled = [_throttled(Path(group)) for group in setup.groups]
+    for rank, promised in enumerate((0.5, 0.2)):
+        assert 0 < shares[rank] <= promised * 1.05
+        if throttled[rank] > 0.9:  # else the machine was busy and had less to give than the quota allows
+            assert shares[rank] == pytest.approx(promised, rel=0.05)
     assert not [g for g in setup.groups if Path(g).exists()]
 
 

@@ -97,6 +97,7 @@ def main() -> None:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{job['store']}", rank=rank, world_size=job["world_size"]
                 )
+                dist.barrier()  # a rank that refuses at once must not leave while others still connect
                 torch.save(attempt(load_plan(job["plan"]), cases.Case(**job["case"]), rank), f"{job['out']}.{rank}")
                 dist.destroy_process_group()
         except Exception:
