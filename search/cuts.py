@@ -70,7 +70,7 @@ def stage_table(slot: StageSlot, choices: Choices) -> StageTable:
         excess = np.max(
             [m.memory_bytes(choice, slot.in_flight) - m.capacity_bytes for m in slot.members], axis=0
         ) + slot.reserve_bytes  # fmt: skip
-        seconds = np.max([m.time_s[choice] for m in slot.members], axis=0)
+        seconds = np.max([m.time_s[choice] + m.beside_s(slot.neighbours) for m in slot.members], axis=0)
         fits = stage & (excess <= 0)
         better = fits & (seconds < time_s)
         for where in uniform.values():
@@ -124,7 +124,7 @@ class Mixer:
         self.base = np.stack([m.memory_bytes(base, slot.in_flight) - m.capacity_bytes for m in slot.members], axis=-1)
         self.base += slot.reserve_bytes
         self.base_space = np.stack([m.stage_workspace_bytes[base] for m in slot.members], axis=-1)
-        self.base_s = np.stack([m.time_s[base] for m in slot.members], axis=-1)
+        self.base_s = np.stack([m.time_s[base] + m.beside_s(slot.neighbours) for m in slot.members], axis=-1)
         self.costs = np.array(
             [[float(m.extra_s[c][b] - m.extra_s[base][b]) for m in slot.members] for b, c in self.steps], dtype=float
         ).reshape(shape)  # fmt: skip

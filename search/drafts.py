@@ -19,7 +19,7 @@ from autopiper.search import cuts
 from autopiper.search.layers import LayerPlan, LayerProblem, StageSlot
 from autopiper.search.placement import Habit, Members, place
 from autopiper.search.prices import Array, Prices
-from autopiper.search.shapes import Shape
+from autopiper.search.shapes import Shape, neighbours
 
 
 @data
@@ -154,7 +154,11 @@ class Workshop:
             if not classes:
                 return None
             live = micro_batches if family == "gpipe" else min(micro_batches, count - s)
-            slots.append(StageSlot(members=classes, in_flight=live, reserve_bytes=reserve.get(s, 0.0)))
+            slots.append(
+                StageSlot(
+                    members=classes, in_flight=live, reserve_bytes=reserve.get(s, 0.0), neighbours=neighbours(s, count)
+                )
+            )  # fmt: skip
         return tuple(slots)
 
     def _cut(

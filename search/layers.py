@@ -30,11 +30,14 @@ class StageSlot:
     """Most micro-batches between their F and B."""
     reserve_bytes: float = 0.0
     """Memory to leave free."""
+    neighbours: int = 0
+    """Stages that it exchanges messages with: 0 to 2."""
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for slots with equal matrices."""
-        return (tuple(m.name for m in self.members), self.in_flight, self.reserve_bytes)
+        beside_s = tuple(m.beside_s(self.neighbours) for m in self.members)
+        return (tuple(m.name for m in self.members), self.in_flight, self.reserve_bytes, beside_s)
 
 
 @data
@@ -70,7 +73,7 @@ class LayerPlan:
     recompute: tuple[tuple[str, ...], ...]
     """Per stage and block."""
     stage_s: tuple[float, ...]
-    """Forward and backward of one micro-batch, slowest member."""
+    """Forward and backward of one micro-batch, what the host spends beside them included; slowest member."""
     fill_s: float
     """One micro-batch alone, there and back."""
     bottleneck_s: float
@@ -89,7 +92,7 @@ def evaluate(
     """Return the plan of given cuts and choices; does not check memory (`excess_bytes` does)."""
     stage_s = tuple(
         max(
-            sum(float(m.block_s(choice)[start + i]) for i, choice in enumerate(chosen))
+            sum(float(m.block_s(choice)[start + i]) for i, choice in enumerate(chosen)) + m.beside_s(slot.neighbours)
             for m in slot.members
         )
         for slot, start, chosen in zip(problem.stages, cuts, recompute, strict=False)
@@ -148,7 +151,8 @@ def solve_ilp(
         milp.require(stage <= bottleneck)
         for member in slot.members:
             times = {c: member.block_s(c) / scale for c in problem.choices}
-            milp.require(stage >= Milp.sum(times[c][b] * y[s][b][c] for b in range(blocks) for c in problem.choices))
+            blocks_s = Milp.sum(times[c][b] * y[s][b][c] for b in range(blocks) for c in problem.choices)
+            milp.require(stage >= blocks_s + member.beside_s(slot.neighbours) / scale)
         _memory(milp, s, slot, x[s], y[s], problem.choices)
     for s in range(count - 1):
         for direction in (problem.forward_transfer_s[s], problem.backward_transfer_s[s]):

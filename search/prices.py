@@ -49,11 +49,12 @@ class MemberCosts:
         extra_s: dict[str, Sequence[float]], kept_bytes: dict[str, Sequence[float]],
         workspace_bytes: dict[str, Sequence[float]], static_bytes: Sequence[float], capacity_bytes: float,
         tied: Sequence[tuple[tuple[int, ...], float]] = (), update_s: Sequence[float] | None = None,
-        type_name: str = "", tensor_parallel_size: int = 1, samples: int = 1,
+        type_name: str = "", tensor_parallel_size: int = 1, samples: int = 1, pass_s: float = 0.0, message_s: float = 0.0,
     ) -> None:  # fmt: skip
         """`extra_s`, `kept_bytes` and `workspace_bytes` are per choice and block; `tied` = (blocks, bytes of one copy).
 
         `static_bytes` counts a tied parameter in each block that uses it; a stage that holds several uses has one copy.
+        `pass_s` and `message_s`: see `beside_s`.
         """
         self.name, self.capacity_bytes = name, capacity_bytes
         self.type_name, self.tensor_parallel_size, self.samples = type_name, tensor_parallel_size, samples
@@ -64,6 +65,7 @@ class MemberCosts:
         self.workspace_bytes = {c: np.array(v, dtype=float) for c, v in workspace_bytes.items()}
         self.block_static_bytes = np.array(static_bytes, dtype=float)
         self.tied = tuple(tied)
+        self.pass_s, self.message_s = pass_s, message_s
         self._weights: dict[str, float] = {}
 
     @property
@@ -75,6 +77,13 @@ class MemberCosts:
         """Forward, backward and what is computed again, per block."""
         out: Array = self.forward_s + self.backward_s + self.extra_s[choice]
         return out
+
+    def beside_s(self, neighbours: int) -> float:
+        """Return what the host spends on a micro-batch beside the blocks: F and B, each with a message per neighbour.
+
+        No matter how many blocks the stage holds, so it is no part of `time_s`; `neighbours` = 0 to 2 stages.
+        """
+        return self.pass_s + 2 * neighbours * self.message_s
 
     @cached_property
     def fastest_s(self) -> Array:
@@ -131,6 +140,7 @@ class Prices:
         self.model, self.cluster, self.training, self.costs = model, cluster, training, costs
         self.choices = tuple(recompute)
         self.index = costs.index()
+        self.hosts = {host.device_type: host for host in costs.hosts}
         self._members: dict[tuple[str, int, int], MemberCosts | None] = {}
         cuts = range(1, len(model.blocks))
         self.cut_bytes: Array = np.array(
@@ -157,6 +167,7 @@ class Prices:
         copies = (
             [] if given else [(t.blocks, t.parameters * self.training.bytes_per_parameter / tp) for t in model.tied]
         )
+        host = self.hosts.get(type_name)
         return MemberCosts(
             name=f"{type_name} tp{tp} x{samples}",
             forward_s=[b.forward_s for b in blocks],
@@ -176,6 +187,8 @@ class Prices:
             type_name=type_name,
             tensor_parallel_size=tp,
             samples=samples,
+            pass_s=host.forward_s + host.backward_s if host else 0.0,
+            message_s=host.message_s if host else 0.0,
         )
 
     def tensor_parallel_sizes(self, type_name: str, allowed: Sequence[int] | None) -> tuple[int, ...]:

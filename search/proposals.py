@@ -24,7 +24,7 @@ from autopiper.search.patterns import (
     promising,
 )
 from autopiper.search.placement import Habit
-from autopiper.search.shapes import Pattern, Shape, bottleneck_bound
+from autopiper.search.shapes import Pattern, Shape, bottleneck_bound, neighbours
 
 HABITS: tuple[Habit, ...] = ("pipeline", "data")
 KEEP_PATTERNS = 96
@@ -196,8 +196,9 @@ class Proposer:
             return None
         largest = max(self.shop.space.micro_batch_sizes)
         rows = []
-        for types, tp in zip(shape.types, shape.tensor_parallel_sizes, strict=True):
-            curves = {name: self._curve(name, tp, largest) for name in set(types)}
+        for s, (types, tp) in enumerate(zip(shape.types, shape.tensor_parallel_sizes, strict=True)):
+            beside = neighbours(s, len(shape.types))
+            curves = {name: self._curve(name, tp, largest, beside) for name in set(types)}
             prices = [lambda n, c=curves[name]: c[n] for name in types]
             try:
                 rows.append(share_micro_batch(prices, shape.quantum, largest=largest))
@@ -205,9 +206,11 @@ class Proposer:
                 return None
         return Shape(types=shape.types, tensor_parallel_sizes=shape.tensor_parallel_sizes, slices=tuple(rows))
 
-    def _curve(self, name: str, tp: int, largest: int) -> Mapping[int, float]:
+    def _curve(self, name: str, tp: int, largest: int, beside: int) -> Mapping[int, float]:
         found: dict[int, float] = {}
         for n in range(1, largest + 1):
             member = self.shop.prices.member(name, tp, n)
-            found[n] = float(member.time_s[member.choices[0]][0, -1]) if member else float("inf")
+            found[n] = (
+                float(member.time_s[member.choices[0]][0, -1]) + member.beside_s(beside) if member else float("inf")
+            )
         return found

@@ -82,17 +82,28 @@ class Shape:
         return f"{self.replicas} x [{inside}]" if self.replicas > 1 else f"[{inside}]"
 
 
+def neighbours(stage: int, num_stages: int) -> int:
+    """Return how many stages of a pipeline a stage exchanges messages with."""
+    return (stage > 0) + (stage < num_stages - 1)
+
+
 def bottleneck_bound(members: list[MemberCosts]) -> float:
     """Return seconds per micro-batch that no cut of the blocks over these stages goes below (memory left aside).
 
-    For any weights w of the blocks, a stage that takes T seconds holds at most T · max_b(w_b / price_b) of weight, so
-    T >= sum(w) / sum over stages of that maximum (duality). The prices on each stage in turn serve as weights.
+    For any weights w of the blocks, a stage that takes T seconds, of them h beside its blocks, holds at most
+    (T - h) · r of weight, r = max_b(w_b / price_b), so T >= (sum(w) + sum of h · r) / sum of r over the stages (duality).
+    The prices on each stage in turn serve as weights.
     """
     kinds = {m.name: m for m in members}
     counts = Counter(m.name for m in members)
+    beside = dict.fromkeys(kinds, 0.0)
+    for s, m in enumerate(members):
+        beside[m.name] += m.beside_s(neighbours(s, len(members)))
     best = float(np.min([m.fastest_s for m in kinds.values()], axis=0).max())
     for lender in kinds.values():
-        room = sum(count * kinds[name].most_weight(lender) for name, count in counts.items())
+        rates = {name: m.most_weight(lender) for name, m in kinds.items()}
+        room = sum(count * rates[name] for name, count in counts.items())
         if 0 < room < float("inf"):
-            best = max(best, float(lender.fastest_s.sum()) / room)
+            lost = sum(beside[name] * rate for name, rate in rates.items())
+            best = max(best, (float(lender.fastest_s.sum()) + lost) / room)
     return best

@@ -21,7 +21,7 @@ from autopiper.plan.space import Space
 from autopiper.plan.strategy import Leftover, Strategy, even_sizes
 from autopiper.search.evaluate import Evaluator, Outcome
 from autopiper.search.prices import MemberCosts, Prices
-from autopiper.search.shapes import Shape
+from autopiper.search.shapes import Shape, neighbours
 
 
 @data
@@ -167,7 +167,10 @@ def least_step_s(prices: Prices, layout: Layout) -> float:
         live = number if layout.schedule == "gpipe" else min(number, pp - s)
         if any(float(m.memory_bytes(layout.recompute, live)[start, stop]) > m.capacity_bytes for m in members.values()):
             return math.inf
-        stages.append({name: float(m.time_s[layout.recompute][start, stop]) for name, m in members.items()})
+        beside = neighbours(s, pp)
+        stages.append(
+            {name: float(m.time_s[layout.recompute][start, stop]) + m.beside_s(beside) for name, m in members.items()}
+        )
         seconds = max(stages[-1].values())
         best = max(best, before + number * seconds)
         before += seconds

@@ -213,6 +213,7 @@ def test_no_cut_has_a_bottleneck_below_its_bound(seed: int) -> None:
             name=f"m{s}", forward_s=[rng.uniform(0, 2) for _ in range(blocks)], backward_s=[0.0] * blocks,
             extra_s={"none": [0.0] * blocks}, kept_bytes={"none": [0.0] * blocks},
             workspace_bytes={"none": [0.0] * blocks}, static_bytes=[0.0] * blocks, capacity_bytes=1.0,
+            pass_s=rng.choice((0.0, rng.uniform(0, 2))), message_s=rng.choice((0.0, rng.uniform(0, 1))),
         )
         for s in range(stages)
     ]  # fmt: skip
@@ -220,5 +221,9 @@ def test_no_cut_has_a_bottleneck_below_its_bound(seed: int) -> None:
     for code in range((blocks + 1) ** (stages - 1)):  # every pair of borders, empty stages included
         borders = [0, *sorted((code // (blocks + 1) ** s) % (blocks + 1) for s in range(stages - 1)), blocks]
         spans = pairwise(borders)
-        best = min(best, max(float(m.forward_s[a:b].sum()) for m, (a, b) in zip(members, spans, strict=True)))
+        times = [
+            float(m.forward_s[a:b].sum()) + m.pass_s + 2 * ((s > 0) + (s < stages - 1)) * m.message_s
+            for s, (m, (a, b)) in enumerate(zip(members, spans, strict=True))
+        ]
+        best = min(best, max(times))
     assert bottleneck_bound(members) <= best * (1 + 1e-9)

@@ -40,6 +40,8 @@ def _member(rng: random.Random, blocks: int, choices: tuple[str, ...], name: str
         static_bytes=static,
         capacity_bytes=float("inf") if rng.random() < 0.25 else rng.uniform(6, 30),
         tied=tied,
+        pass_s=rng.choice((0.0, rng.uniform(0, 3))),
+        message_s=rng.choice((0.0, rng.uniform(0, 1))),
     )  # fmt: skip
 
 
@@ -51,6 +53,7 @@ def _problem(rng: random.Random, *, choices: tuple[str, ...] | None = None, most
             members=tuple(_member(rng, blocks, choices, f"m{s}.{k}") for k in range(rng.choice((1, 1, 1, 2)))),
             in_flight=stages - s,
             reserve_bytes=rng.choice((0.0, 1.0)),
+            neighbours=(s > 0) + (s < stages - 1),
         )
         for s in range(stages)
     )
@@ -89,7 +92,8 @@ def _brute(problem: LayerProblem) -> float | None:
                     used += slot.in_flight * sum(m.kept_bytes[c][b] for b, c in here)
                     used += max(m.workspace_bytes[c][b] for b, c in here)
                     fits = fits and used <= m.capacity_bytes
-                    slowest = max(slowest, sum(m.forward_s[b] + m.backward_s[b] + m.extra_s[c][b] for b, c in here))
+                    seconds = sum(m.forward_s[b] + m.backward_s[b] + m.extra_s[c][b] for b, c in here)
+                    slowest = max(slowest, seconds + m.pass_s + 2 * slot.neighbours * m.message_s)
                 if fits:
                     times.append(slowest)
             least.append(min(times, default=float("inf")))
