@@ -62,7 +62,8 @@ def _head(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
         for n in cluster["nodes"]
     )  # fmt: skip
     yield "Cluster", f"{cluster['name']}: {nodes}"
-    bar = f" ± {s['relative_error']:.0%}" if s["relative_error"] else ""
+    error = s["relative_error"]
+    bar = f" ± {error:.0%}" if error >= 0.01 else f" ± {error:.1%}" if error else ""
     yield "Step time", f"{seconds(s['step_time_s'])}{bar} (predicted)"
     if uniform is None:
         yield "Compared", "no uniform 3D layout fits this cluster"
