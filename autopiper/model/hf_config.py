@@ -33,7 +33,8 @@ class _Keys:
     def whole(self, key: str, *, least: int = 1) -> int:
         """Return a size, which must be there."""
         if key not in self.config:
-            raise ModelError(f"{self.where} lacks '{key}'{nearest(key, self.config)}; it must be {least} or more")
+            near = nearest(key, self.config).replace("did you mean", "it has").replace("?)", ")")
+            raise ModelError(f"{self.where} lacks '{key}'{near}; it must be {least} or more")
         value = self.config[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ModelError(f"{self.where}: '{key}' is {value!r}; it must be a whole number, {least} or more")

@@ -13,6 +13,7 @@ from dataclasses import field
 from typing import Literal
 
 from autopiper._data import data
+from autopiper.errors import PlanError
 
 Filter = Mapping[str, int | str]
 
@@ -157,7 +158,13 @@ def cut(pipeline: int, stage: int, *, blocks: tuple[int, int]) -> CutDirective:
 
 
 def place(filter: Filter, devices: Sequence[int], *, stream: str | None = None) -> PlaceDirective:
-    """Put the matched stages on these device ids, tensor-parallel ranks fastest."""
+    """Put the matched stages on these device ids, tensor-parallel ranks fastest: `place({"PIPE": 0, "PP": 1}, [4, 5])`.
+
+    A filter is {tag: index or "*"}: `PIPE` is the pipeline, `PP` the stage in it; {} matches every stage. Several
+    devices are data-parallel members, unless `degrees` says otherwise.
+    """
+    if not isinstance(devices, Sequence):
+        raise PlanError(f"place: devices is {devices!r}; give a list of device ids, such as [{devices!r}]")
     return PlaceDirective(filter=dict(filter), devices=tuple(devices), stream=stream)
 
 
@@ -200,7 +207,7 @@ def order(
     pipelines: Sequence[int] | None = None,
     **parameters: int | float | str | bool,
 ) -> OrderDirective:
-    """Order actions: a schedule family over whole pipelines, or explicit groups of filters, one row a call."""
+    """Order actions: a schedule family ("gpipe", "1f1b") over pipelines (None = all), or groups of filters, one row a call."""
     return OrderDirective(
         schedule=schedule,
         pipelines=None if pipelines is None else tuple(pipelines),

@@ -175,7 +175,9 @@ def read(path: str | Path, kind: str, cls: type[T], error: type[AutoPiperError])
     """Read a plan or cost table. Raises `error` where the file is missing, truncated or wrong."""
     try:
         text = Path(path).read_text()
-    except (OSError, ValueError, TypeError) as fault:  # no such file, no text in it, or no path at all
+    except FileNotFoundError:
+        raise error(f"cannot read {kind} file '{path}': there is no such file") from None
+    except (OSError, ValueError, TypeError) as fault:  # unreadable, no text in it, or no path at all
         raise error(f"cannot read {kind} file '{path}': {fault}") from None
     try:
         content = json.loads(text)

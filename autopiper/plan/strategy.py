@@ -166,7 +166,19 @@ class Strategy:
 
     @staticmethod
     def from_directives(given: Sequence[Directive], training: Training) -> Strategy:
-        """Keep directives written by hand exactly as given."""
+        """Keep directives written by hand exactly as given.
+
+        Two stages of a model of 7 blocks, 4 micro-batches of 8 samples:
+
+            Strategy.from_directives([
+                pipeline(0, [8, 8, 8, 8]),
+                cut(0, 0, blocks=(0, 3)), place({"PIPE": 0, "PP": 0}, [0]),
+                cut(0, 1, blocks=(3, 7)), place({"PIPE": 0, "PP": 1}, [1]),
+                order(schedule="1f1b"),
+            ], Training(global_batch_size=32))
+
+        What `api.verify` names as missing or wrong is all that must be added.
+        """
         require(PlanError, "directives", given, tuple[Directive, ...])
         return Strategy(training=training, given=tuple(given))
 

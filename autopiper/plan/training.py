@@ -15,6 +15,8 @@ PREFERENCE = ("bf16", "fp16", "tf32", "fp32", "fp64")
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
 """Optimizer states per parameter, each in the precision of the master weights."""
+_LONG_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+"""What other libraries call the precisions, for the message."""
 STATE_LAYOUTS = ("mixed", "ornl-16")
 
 
@@ -41,7 +43,8 @@ class Training:
             raise PlanError(f"global_batch_size is {self.global_batch_size}; it must be 1 or more")
         if self.precision is not None and self.precision not in ACTIVATION_BYTES:
             raise PlanError(
-                f"precision '{self.precision}' cannot be trained in{nearest(self.precision, ACTIVATION_BYTES)}; "
+                f"precision '{self.precision}' cannot be trained in"
+                f"{nearest(_LONG_NAMES.get(self.precision, self.precision), ACTIVATION_BYTES)}; "
                 f"allowed: {', '.join(ACTIVATION_BYTES)}, or None"
             )
         if self.optimizer not in OPTIMIZER_STATES:
