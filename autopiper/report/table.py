@@ -52,10 +52,9 @@ def _facts(lines: Iterable[tuple[str, str]]) -> Table:
 
 def _head(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
     model, cluster, training, uniform = s["model"], s["cluster"], s["training"], s["uniform"]
-    yield (
-        "Model",
-        f"{model['name']}: {count(model['parameters'])} parameters, sequences of {model['sequence_length']:,} tokens",
-    )
+    tokens = model["sequence_length"]
+    of_tokens = f", sequences of {tokens:,} tokens" if tokens > 1 else ""
+    yield "Model", f"{model['name']}: {count(model['parameters'])} parameters{of_tokens}"
     nodes = "; ".join(
         f"{n['count']} node{'s' * (n['count'] > 1)} of {_devices(n['devices'])}, {_rate(n['intra_bytes_per_s'])} inside, "
         f"{_rate(n['network_bytes_per_s'])} between"
@@ -79,7 +78,7 @@ def _head(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield (
         "Throughput",
         (
-            f"{s['tokens_per_s']:,.0f} tokens/s, {s['tflops_per_device']:.3g} TFLOP/s per used device, MFU {s['mfu']:.1%} of their peak"
+            f"{s['tokens_per_s']:,.0f} {'tokens' if tokens > 1 else 'samples'}/s, {s['tflops_per_device']:.3g} TFLOP/s per used device, MFU {s['mfu']:.1%} of their peak"
         ),
     )
     yield "Batch", f"{training['global_batch_size']:,} samples"
@@ -158,7 +157,8 @@ def _foot(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
         )
     for idle in s["idle"]:
         yield "Idle", f"{len(idle['devices'])} x {idle['type']} on {_names(idle['nodes'])}"
-    for number, note in enumerate(s["notes"]):
+    said = f"precision {s['training']['precision']}: {s['training']['precision_reason']}"  # at the head already
+    for number, note in enumerate(n for n in s["notes"] if n != said):
         yield "Notes" if number == 0 else "", note
 
 
@@ -181,7 +181,8 @@ def _memory(used: float, limit: float) -> tuple[str, str]:
     if limit == float("inf"):
         return size(used), ""
     unit, scale = ("GiB", GIB) if limit >= GIB else ("MiB", 2**20)
-    return f"{used / scale:.1f} / {limit / scale:.1f} {unit}", f"{used / limit:.0%}"
+    text = size(used).removesuffix(f" {unit}")
+    return f"{text} / {limit / scale:.1f} {unit}", f"{used / limit:.0%}"
 
 
 def size(number: float) -> str:
