@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopiper import costmodel as costmodel
     from autopiper import runtime as runtime
     from autopiper import search as search
+    from autopiper.api import make_plan as make_plan
     from autopiper.api import optimize as optimize
     from autopiper.api import price as price
     from autopiper.api import profile as profile
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 
 _WHERE = {
-    **dict.fromkeys(("optimize", "price", "profile", "simulate", "verify"), "autopiper.api"),
+    **dict.fromkeys(("make_plan", "optimize", "price", "profile", "simulate", "verify"), "autopiper.api"),
     "Cluster": "autopiper.cluster",
     "Model": "autopiper.model",
     **dict.fromkeys(

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from autopiper._data import require
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import AutoPiperError, ClusterError, CostError, PlanError
-from autopiper.inputs import as_cluster, as_model, as_training, usable
+from autopiper.inputs import as_cluster, as_model, as_training, length_notes, usable
 from autopiper.model.spec import Model
 from autopiper.plan.costs import CostTable
-from autopiper.plan.plan import Plan
+from autopiper.plan.plan import Plan, Provenance
 from autopiper.plan.space import Space
 from autopiper.plan.strategy import Strategy
 from autopiper.plan.timeline import Timeline
@@ -157,12 +157,38 @@ def verify(
         for lane in timeline.lanes
         for d in lane.devices
     )
-    proved.append(f"memory fits by the costs given: the fullest device, {device}, is {fullest:.0%} full")
+    where = graph.cluster.device(device)
+    proved.append(
+        f"memory fits by the costs given: the fullest device is {device} ({where.type.name} on {graph.cluster.nodes[where.node].name}), "
+        f"{fullest:.1%} full"
+    )
     if isinstance(strategy_or_plan, Plan):
         proved.append("the stored programs are what the strategy lowers to")
         if costs is None:
             proved.append("the stored step time, makespan and memory are what the simulator finds")
     return tuple(proved)
+
+
+def make_plan(strategy: Strategy, model: Model, cluster: Cluster, costs: CostTable | None = None) -> Plan:
+    """Make the plan of a strategy that was written by hand, as the runtime takes it; nothing is searched or bounded.
+
+    `costs=None`: `price`. Raises PlanError with every fault where the strategy does not hold (`verify`).
+    """
+    from autopiper import costmodel
+    from autopiper._version import __version__
+
+    require(PlanError, "strategy", strategy, Strategy)
+    graph, programs, costs = _lowered(strategy, model, cluster, costs)
+    timeline = costmodel.simulate(graph, programs, costs)
+    plan = Plan(
+        model=model, cluster=cluster, costs=costs, strategy=replace(strategy, training=graph.training),
+        programs=programs, step_time_s=timeline.step_time_s, makespan_s=timeline.makespan_s,
+        relative_error=timeline.relative_error, peak_memory_bytes=timeline.peak_memory_bytes,
+        lower_bound_s=0.0, binding="none known: the strategy was given, not searched",
+        provenance=Provenance(autopiper_version=__version__),
+    )  # fmt: skip
+    verify(plan)
+    return plan
 
 
 def _memory_faults(timeline: Timeline, cluster: Cluster) -> Iterable[str]:
@@ -213,6 +239,7 @@ def optimize(
     *,
     training: Training | None = None,
     global_batch_size: int | None = None,
+    precision: str | None = None,
     sequence_length: int | None = None,
     example_inputs: Any = None,
     costs: CostTable | None = None,
@@ -234,7 +261,7 @@ def optimize(
 
     `model` and `cluster` may be what their constructors take: an nn.Module with `example_inputs`, a preset's name, a
     config.json; a cluster file, "local". `global_batch_size=None`: the published one of the preset, else an assumption
-    that the plan's notes state. `timeout` in seconds. With `run_dir`, plan.json, resolved.toml and log.txt go there.
+    that the plan's notes state. `precision=None`: that of `training`, else the best that the used devices share. `timeout` in seconds. With `run_dir`, plan.json, resolved.toml and log.txt go there.
     Raises ModelError, ClusterError, CostError or PlanError for wrong input, InfeasibleError where nothing fits.
     """
     from autopiper.run_directory import RunDirectory
@@ -260,9 +287,10 @@ def optimize(
     if n_trials is not None and n_trials < 1:
         raise PlanError(f"n_trials is {n_trials}; it must be 1 or more, or None")
 
-    model = as_model(model, sequence_length=sequence_length, example_inputs=example_inputs)
+    given, model = model, as_model(model, sequence_length=sequence_length, example_inputs=example_inputs)
     cluster = as_cluster(cluster)
-    training, notes = as_training(training, global_batch_size, model, cluster, costs)
+    training, notes = as_training(training, global_batch_size, model, cluster, costs, precision)
+    notes = (*length_notes(given, sequence_length, model), *notes)
     space = space or Space()
     if costs is None:
         part, left_out = usable(cluster, training, space)

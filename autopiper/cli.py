@@ -136,7 +136,8 @@ def _print_plan(plan: Plan) -> None:
     console.width = max(console.width, MIN_WIDTH)
     with console.capture() as table:
         console.print(plan_table(plan, simulate(plan)))
-    print(table.get(), end="")  # by ourselves: rich ends the process where nobody reads
+    lines = table.get() if console.is_terminal else "\n".join(line.rstrip() for line in table.get().split("\n"))
+    print(lines, end="")  # by ourselves: rich ends the process where nobody reads
 
 
 def _summary(plan: Plan) -> dict[str, Any]:
@@ -158,14 +159,36 @@ def _load(path: Path) -> Plan:
 
 @app.command()
 def optimize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset's name, or a Hugging Face config.json.")],
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A cluster file (TOML), or 'local'.")],
-    global_batch_size: Annotated[int | None, typer.Option(help="Samples of one optimizer step.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of one sample.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
-    n_trials: Annotated[int | None, typer.Option(help="Trials of the outer search; makes it reproducible.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A preset's name (a wrong one lists all), or a Hugging Face config.json."),
+    ],
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A cluster file (TOML, see README), or 'local'.")],
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Samples of one optimizer step; by default the preset's, else 16 a device.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of one sample; by default the model's, of a config at most 8192.")
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="fp64, fp32, tf32, bf16 or fp16; by default the best that the used devices share. `launch` runs fp32 and fp64."
+        ),
+    ] = None,
+    no_tensor_parallel: Annotated[
+        bool, typer.Option("--no-tensor-parallel", help="No tensor-parallel stages, which `launch` cannot run yet.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to search at most; by default until all trials are done.")
+    ] = None,
+    n_trials: Annotated[
+        int | None, typer.Option(help="Trials of the outer search; without --timeout they alone decide the result.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
-    costs: Annotated[Path | None, typer.Option(metavar="FILE", help="Prices to use instead of formulas.")] = None,
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prices to use instead of formulas: what CostTable.save wrote.")
+    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option("-o", "--run-dir", metavar="RUN_DIR", help="Write plan.json, resolved.toml, log.txt.")
     ] = None,
@@ -177,12 +200,13 @@ def optimize(
         f"interrupted: no plan was written.{kept} Run it again with --timeout or --n-trials to end it earlier."
     ):
         from autopiper import api
-        from autopiper.plan import CostTable
+        from autopiper.plan import CostTable, Space
 
         with _quiet_stdout():
             table = None if costs is None else CostTable.load(costs)
             plan = api.optimize(
-                model, cluster, global_batch_size=global_batch_size, sequence_length=sequence_length, costs=table,
+                model, cluster, global_batch_size=global_batch_size, sequence_length=sequence_length, precision=precision,
+                costs=table, space=Space(tensor_parallel_sizes=(1,) if no_tensor_parallel else None),
                 timeout=timeout, n_trials=n_trials, seed=seed, show_progress_bar=True, run_dir=run_dir,
             )  # fmt: skip
         if as_json:
@@ -235,7 +259,12 @@ def verify(plan: PlanFile, as_json: AsJson = False) -> None:
 def launch(
     context: typer.Context,
     plan: PlanFile,
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script; it makes an Engine.")],
+    script: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCRIPT", help="The training script; it makes an Engine of the plan that AUTOPIPER_PLAN names."
+        ),
+    ],
 ) -> None:
     """Run SCRIPT [ARGS]… on this machine, one process for each rank of the plan."""
     with _faults("interrupted: the ranks were stopped"):

@@ -88,6 +88,7 @@ def as_training(
     model: Model,
     cluster: Cluster,
     costs: CostTable | None = None,
+    precision: str | None = None,
 ) -> tuple[Training, tuple[str, ...]]:
     """Return the Training with its batch settled, and notes on everything that was assumed.
 
@@ -96,6 +97,7 @@ def as_training(
     """
     require(PlanError, "training", training, Training | None)
     require(CostError, "costs", costs, CostTable | None)
+    require(PlanError, "precision", precision, str | None)
     notes: list[str] = []
     if training is None:
         size = global_batch_size
@@ -108,11 +110,13 @@ def as_training(
                 f"global_batch_size was not given and model '{model.name}' has no published one: assumed "
                 f"{ASSUMED_SAMPLES_PER_DEVICE} samples x {cluster.num_devices} devices = {size}"
             )
-        training = Training(global_batch_size=size)
+        training = Training(global_batch_size=size, precision=precision)
     elif global_batch_size is not None and global_batch_size != training.global_batch_size:
         raise PlanError(
             f"global_batch_size is {global_batch_size}, but training says {training.global_batch_size}; give it once"
         )
+    elif precision is not None and precision != training.precision:
+        raise PlanError(f"precision is '{precision}', but training says '{training.precision}'; give it once")
     if costs is not None and costs.precision is not None:
         if training.precision is None:
             training = replace(
@@ -124,6 +128,18 @@ def as_training(
                 "price or profile again, or train in that precision"
             )
     return training, tuple(notes)
+
+
+def length_notes(given: ModelLike, sequence_length: int | None, model: Model) -> tuple[str, ...]:
+    """Return a note where the sequence length of a config.json was nobody's choice."""
+    from autopiper.model.hf_config import LONGEST_DEFAULT
+
+    if sequence_length is not None or isinstance(given, Model) or not model.source.startswith("config "):
+        return ()
+    return (
+        f"sequence_length was not given: assumed {model.sequence_length}, the longest that the config allows, but at most "
+        f"{LONGEST_DEFAULT}",
+    )
 
 
 def usable(cluster: Cluster, training: Training, space: Space) -> tuple[Cluster, tuple[str, ...]]:

@@ -89,6 +89,12 @@ class Plan:
         if wrong:
             raise PlanError("a plan's predictions are wrong:", wrong)
 
+    def __repr__(self) -> str:  # one line: the fields themselves fill a book
+        return (
+            f"<Plan of {self.model.name} on {self.cluster.name}: {self.step_time_s:.4g} s a step, "
+            f"{len(self.programs)} programs>"
+        )
+
     @property
     def training(self) -> Training:
         """Batch, precision and optimizer."""
