@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopiper as ap
 
-CONFIG = LlamaConfig(vocab_size=256, hidden_size=176, intermediate_size=448, num_hidden_layers=8, num_attention_heads=4)
+CONFIG = LlamaConfig.from_json_file(Path(__file__).with_name("small-llama.json"))
 
 
 def read_text(length=256):  # every sample: `length` bytes of text and, for each place, the byte that follows

@@ -38,3 +38,27 @@ def test_folders_and_commands_that_it_names_exist() -> None:
 
     commands = set(getattr(get_command(app), "commands"))  # noqa: B009
     assert set(re.findall(r"^    autopiper (\w+)", README, flags=re.MULTILINE)) == commands
+
+
+def test_the_cluster_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(README.split("```toml\n")[1].split("```")[0])
+    cluster = ap.Cluster.from_file(path)
+    assert cluster.counts() == {"h100": 8, "l4": 8}
+    assert len(cluster.nodes) == 3
+
+
+def test_every_option_of_its_commands_exists() -> None:
+    import typer
+    from typer.main import get_command
+
+    from autopiper.cli import app
+
+    lines = [line.strip() for line in README.replace("\\\n", " ").splitlines() if line.startswith("    autopiper ")]
+    assert len(lines) >= 6
+    for line in lines:
+        words = line.partition("#")[0].split()[1:]
+        command = getattr(get_command(app), "commands")[words[0]]  # noqa: B009
+        known = {name for p in command.get_params(typer.Context(command)) for name in p.opts}
+        assert {w for w in words if w.startswith("-")} <= known, line
+        assert all((ROOT / w).exists() for w in words if w.startswith("examples/")), line
