@@ -65,7 +65,8 @@ def _head(s: dict[str, Any]) -> Iterable[tuple[str, str]]:
     bar = f" ± {error:.0%}" if error >= 0.01 else f" ± {error:.1%}" if error else ""
     yield "Step time", f"{seconds(s['step_time_s'])}{bar} (predicted)"
     if uniform is None:
-        yield "Compared", "no uniform 3D layout fits this cluster"
+        searched = s["gap"] is not None  # a plan made of a given strategy has no bound, and was compared with nothing
+        yield "Compared", "no uniform 3D layout fits this cluster" if searched else "with nothing: it was not searched"
     else:
         note = f" ({uniform['note']})" if uniform["note"] else ""
         yield (

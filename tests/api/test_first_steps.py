@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,21 @@ def test_other_wrong_words(tmp_path: Path) -> None:
     del config["num_hidden_layers"]
     with pytest.raises(ModelError, match=r"lacks 'num_hidden_layers' \(it has 'num_layers'\)"):
         ap.Model.from_config(config)
+
+
+def test_the_table_of_a_small_model_without_tokens() -> None:
+    model, cluster = ap.Model.chain(num_blocks=2, name="rows"), ap.Cluster.local(2)
+    training = ap.Training(global_batch_size=4).resolve(d.type for d in cluster.devices())
+    costs = ap.CostTable.from_layers(
+        forward_s=[1.0, 1.0], backward_s=[1.0, 1.0], activation_bytes=[2.0**21] * 2, parameter_bytes=[0.0] * 2
+    )
+    strategy = ap.Strategy.uniform(model, cluster, training, pipeline_parallel_size=2)
+    plan = ap.make_plan(strategy, model, cluster, costs)
+    plan = replace(plan, notes=(f"precision fp32: {training.precision_reason}", "kept"))
+    timeline = ap.simulate(plan)
+    table = plan_text(plan, timeline)
+    assert re.search(r"^Model       rows: \d+ parameters$", table, flags=re.MULTILINE)
+    assert f"{timeline.tokens_per_s:,.0f} samples/s" in table
+    assert "Compared    with nothing: it was not searched" in table
+    assert f"{timeline.peak_memory_bytes[0] / 2**20:.1f} MiB / " in table
+    assert re.search(r"^Notes +kept$", table, flags=re.MULTILINE)

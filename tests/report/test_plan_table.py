@@ -132,7 +132,8 @@ def test_unknown_bound_and_no_uniform_layout_are_said(mixed: tuple[Plan, Timelin
     plan, timeline = mixed
     text = plan_text(replace(plan, lower_bound_s=0.0, uniform=None), timeline)
     assert "Lower bound    none known" in text
-    assert "no uniform 3D layout fits this cluster" in text
+    assert "Compared    with nothing: it was not searched" in text
+    assert "no uniform 3D layout fits this cluster" in plan_text(replace(plan, uniform=None), timeline)
 
 
 @pytest.mark.parametrize(
