@@ -55,7 +55,8 @@ def _faults(graph: TrainingGraph) -> list[str]:
         faults.append("no pipeline: add pipeline(0, micro_batch_sizes) or split({}, num_microbatches=...)")
     elif total != graph.training.global_batch_size:
         shares = " + ".join(str(sum(p.micro_batch_sizes)) for p in graph.pipelines)
-        faults.append(f"shares {shares} = {total} samples, but global_batch_size is {graph.training.global_batch_size}")
+        summed = f"shares {shares} = {total} samples" if len(graph.pipelines) > 1 else f"pipeline 0 has {total} samples"
+        faults.append(f"{summed}, but global_batch_size is {graph.training.global_batch_size}")
     holder: dict[int, str] = {}
     for pipe in graph.pipelines:
         held = pipe.stages[-1].stop if pipe.stages else 0

@@ -52,7 +52,7 @@ def split(graph: TrainingGraph, it: d.SplitDirective) -> TrainingGraph:
         raise PlanError("split cannot be combined with pipeline directives, which hold the micro-batches already")
     if it.filter or it.dim_name != "MB":
         raise PlanError(
-            f"split {dict(it.filter)} dim_name '{it.dim_name}': only the whole graph, as 'MB', can be split yet"
+            f"split {dict(it.filter)} dim_name '{it.dim_name}': only the whole graph, as 'MB', can be split yet; say the micro-batches of one pipeline with pipeline(index, micro_batch_sizes)"
         )
     if count < 1 or total % count:
         raise PlanError(f"split: {total} samples do not divide into {count} equal micro-batches")

@@ -102,7 +102,7 @@ def test_refusals_of_one_directive(cluster_of: ClusterOf, change: d.Directive, w
 @pytest.mark.parametrize(
     ("given", "batch", "words"),
     [
-        (TWO_STAGES, 6, "shares 5 = 5 samples, but global_batch_size is 6"),
+        (TWO_STAGES, 6, "pipeline 0 has 5 samples, but global_batch_size is 6"),
         (TWO_STAGES[:-1], 5, "stage p0.s0 has no order; add order(schedule='1f1b', pipelines=(0,))"),
         (TWO_STAGES[:4] + TWO_STAGES[5:], 5, "stage p0.s1 is placed nowhere; add place({'PIPE': 0, 'PP': 1}, devices)"),
         (TWO_STAGES[:2] + TWO_STAGES[3:4] + TWO_STAGES[5:], 5, "pipeline 0 holds blocks [0, 3) of 4; cut the rest too"),
