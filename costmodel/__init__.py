@@ -3,7 +3,8 @@
 if __name__ != "autopiper.costmodel":
     raise ImportError("import this as autopiper.costmodel, not as costmodel: the folder is linked into the package")
 
+from autopiper.costmodel.fold import predict, predict_folded
 from autopiper.costmodel.price import price
 from autopiper.costmodel.simulate import simulate
 
-__all__ = ["price", "simulate"]
+__all__ = ["predict", "predict_folded", "price", "simulate"]

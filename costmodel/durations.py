@@ -35,6 +35,11 @@ class Durations:
         }
         self._crossing = self._crossing_holder_sets()
 
+    @property
+    def relative_error(self) -> float:
+        """Of the prices used so far, weighted by their seconds."""
+        return self.weighted_error_s / self.compute_s if self.compute_s else 0.0
+
     def block_prices(self, stage: GraphStage, member: int, samples: int) -> list[BlockCost]:
         """Return the price of each block of a stage for a slice on one of its members."""
         device_type = self.devices[stage.members[member][0]].type.name

@@ -11,6 +11,9 @@ from autopiper.ir.joint import Joint
 from autopiper.ir.lower import RECEIVE_DEPTH
 from autopiper.plan.actions import COMPUTE_STREAM, Program
 
+TIE = 1e-10
+"""Of two moments that differ by less than this, relative, neither is later: sums of floats differ by as much."""
+
 
 def memory(
     graph: TrainingGraph,
@@ -43,7 +46,7 @@ def memory(
 
     def hold(begin_s: float, until_s: float, num_bytes: float, live: int = 0) -> None:
         changes.append((begin_s, 1, num_bytes, live))
-        changes.append((until_s, 0, -num_bytes, -live))
+        changes.append((until_s * (1 - TIE), 0, -num_bytes, -live))
 
     begun: dict[int, float] = {}
     done: dict[tuple[str, int], float] = {}

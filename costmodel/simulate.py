@@ -6,7 +6,7 @@ never waits for a send. What is simulated is what is run: the same Programs, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopiper.costmodel.durations import Durations
 from autopiper.costmodel.peaks import memory
@@ -28,23 +28,12 @@ EXPOSED_KINDS = {
 def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable, *, events: bool = True) -> Timeline:
     """Walk two consecutive steps; return the timeline of the first, with the period of the second.
 
-    `events=False` leaves the events of the timeline out, for a search that only ranks. Raises PlanError where the
-    Programs do not fit together (`ir.verify` says everything that is wrong), CostError where a price is missing.
+    `events=False` leaves the events of the timeline out. Raises PlanError where the Programs do not fit together (`ir.verify` says everything that is wrong), CostError where a price is missing.
     """
-    joint = join(programs)
-    order, stuck = joint.topological()
-    if joint.faults or stuck:
-        circle = [f"{len(stuck)} actions wait for each other in a circle"] if stuck else []
-        raise PlanError("the Programs cannot be simulated", [*joint.faults, *circle])
-    durations = Durations(graph, programs, costs)
-    seconds = durations.all(joint)
-    below = _below(graph, programs, joint, durations)
-    start, end = _walk(joint, order, seconds, below, {})
-    carried: dict[int, float] = {}
-    for nodes in joint.streams.values():  # one node may open several streams
-        if nodes:
-            carried[nodes[0]] = max(carried.get(nodes[0], 0.0), end[nodes[-1]])
-    _, second = _walk(joint, order, seconds, below, carried)
+    walks = prepare(graph, programs, costs)
+    joint, durations = walks.joint, walks.durations
+    start, end = walks.walk({})
+    _, second = walks.walk(walks.carried_over(end))
     makespan_s = max(end, default=0.0)
     lanes = []
     for number, program in enumerate(programs):
@@ -70,47 +59,69 @@ def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable
         tokens=graph.training.global_batch_size * graph.model.sequence_length,
         model_flops=graph.training.global_batch_size * graph.model.flops,
         peak_flops=sum(t.peak_flops.get(precision, 0.0) for t in types),
-        relative_error=durations.weighted_error_s / durations.compute_s if durations.compute_s else 0.0,
+        relative_error=durations.relative_error,
     )
 
 
-def _below(
-    graph: TrainingGraph, programs: Sequence[Program], joint: Joint, durations: Durations
-) -> dict[tuple[int, int], float]:
+class Walks:
+    """What walks of a step need: the joint graph, its nodes in order, and their seconds."""
+
+    def __init__(self, joint: Joint, durations: Durations) -> None:
+        self.joint, self.durations = joint, durations
+        self.order = joint.topological[0]
+        self.seconds = durations.all(joint)
+        self.below = _below(joint, durations)
+
+    def walk(self, carried: Mapping[int, float]) -> tuple[list[float], list[float]]:
+        """Return start and end of every node; `carried` = earliest starts left over from the step before."""
+        before, waits, seconds, below = self.joint.stream_before, self.joint.waits, self.seconds, self.below
+        start = [0.0] * len(seconds)
+        end = [0.0] * len(seconds)
+        for node in self.order:
+            at = carried.get(node, 0.0)
+            for source in before[node]:
+                if end[source] > at:
+                    at = end[source]
+            for source, block in waits[node]:
+                ready = end[source] if block is None else end[source] - below[source, block]
+                if ready > at:
+                    at = ready
+            start[node] = at
+            end[node] = at + seconds[node]
+        return start, end
+
+    def carried_over(self, end: Sequence[float]) -> dict[int, float]:
+        """Return when the first node of each stream can start in the step that follows."""
+        carried: dict[int, float] = {}
+        for nodes in self.joint.streams.values():  # one node may open several streams
+            if nodes:
+                carried[nodes[0]] = max(carried.get(nodes[0], 0.0), end[nodes[-1]])
+        return carried
+
+
+def prepare(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable, joint: Joint | None = None) -> Walks:
+    """Join the Programs, unless that has been done already, and price them. Raises as `simulate` does."""
+    joint = joint or join(programs)
+    stuck = joint.topological[1]
+    if joint.faults or stuck:
+        circle = [f"{len(stuck)} actions wait for each other in a circle"] if stuck else []
+        raise PlanError("the Programs cannot be simulated", [*joint.faults, *circle])
+    return Walks(joint, Durations(graph, programs, costs))
+
+
+def _below(joint: Joint, durations: Durations) -> dict[tuple[int, int], float]:
     """(node, block) -> seconds from the moment a backward has passed the block to its end, where a wait names it."""
     found: dict[tuple[int, int], float] = {}
     for waits in joint.waits:
         for source, block in waits:
             if block is not None and (source, block) not in found:
                 node = joint.nodes[source]
-                place = programs[node.programs[0]].places[0]
-                stage = graph.stage(place)
+                place = durations.programs[node.programs[0]].places[0]
+                stage = durations.graph.stage(place)
                 samples = stage.slices[node.actions[0].micro_batch or 0][place.member]
                 steps = durations.compute(node.kind, stage, place.member, samples)[2]
                 found[source, block] = steps[block - stage.start]
     return found
-
-
-def _walk(
-    joint: Joint,
-    order: Sequence[int],
-    seconds: Sequence[float],
-    below: dict[tuple[int, int], float],
-    carried: dict[int, float],
-) -> tuple[list[float], list[float]]:
-    """Return start and end of every node; `carried` = earliest starts left over from the step before."""
-    start = [0.0] * len(joint.nodes)
-    end = [0.0] * len(joint.nodes)
-    for node in order:
-        at = carried.get(node, 0.0)
-        for source in joint.stream_before[node]:
-            at = max(at, end[source])
-        for source, block in joint.waits[node]:
-            ready = end[source] if block is None else end[source] - below[source, block]
-            at = max(at, ready)
-        start[node] = at
-        end[node] = at + seconds[node]
-    return start, end
 
 
 def _events(number: int, joint: Joint, start: Sequence[float], end: Sequence[float]) -> list[Event]:

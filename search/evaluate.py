@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from autopiper import ir
 from autopiper._data import data
 from autopiper.cluster.spec import Cluster
-from autopiper.costmodel import simulate
+from autopiper.costmodel import predict, predict_folded
+from autopiper.costmodel.fold import Prediction
 from autopiper.ir.graph import TrainingGraph
+from autopiper.ir.joint import join
 from autopiper.model.spec import Model
 from autopiper.plan.actions import Program
 from autopiper.plan.costs import CostTable
 from autopiper.plan.space import Space
-from autopiper.plan.strategy import Strategy
-from autopiper.plan.timeline import Timeline
+from autopiper.plan.strategy import Pipeline, Strategy
+
+KEPT, KEPT_PER_STAGE = 24, 5
+"""Micro-batches of a pipeline that are simulated at least, for the rhythm to set in and to be seen."""
+PROOF = 1.5
+"""A whole plan is proven too, and takes so much longer than its simulation."""
+ROUND = 12
+"""Micro-batches are left out in multiples of this: rhythms are of 1, 2, 3, 4, 6, … micro-batches."""
 
 
 @data
@@ -44,44 +54,117 @@ class Evaluator:
     def __init__(self, model: Model, cluster: Cluster, costs: CostTable) -> None:
         self.model, self.cluster, self.costs = model, cluster, costs
         self.simulated = 0
+        self._spent_s, self._passes = 0.0, 0
         self._seen: dict[str, Outcome] = {}
 
     def __call__(self, strategy: Strategy) -> Outcome:
         """Return the outcome of a strategy; raises PlanError or CostError where it is not one that can be priced."""
-        key = hashlib.sha256(repr(strategy.directives()).encode()).hexdigest()
+        short, left_out = shortened(strategy)
+        key = hashlib.sha256(repr((short.directives(), left_out)).encode()).hexdigest()
         if key not in self._seen:
+            started = time.monotonic()
             with _no_collection():
-                graph = ir.build(strategy, self.model, self.cluster)
-                timeline = simulate(graph, ir.lower(graph), self.costs, events=False)
+                folded = self._folded(short, left_out) if any(left_out) else None
+                programs, found = folded or self._whole(strategy)[1:]
             self.simulated += 1
-            self._seen[key] = self._outcome(strategy, timeline)
+            self._spent_s += time.monotonic() - started
+            self._passes += _passes(short if folded else strategy)
+            self._seen[key] = self._outcome(strategy, programs, found)
         return self._seen[key]
 
-    def _outcome(self, strategy: Strategy, timeline: Timeline) -> Outcome:
+    def whole_s(self, strategy: Strategy) -> float:
+        """Estimate how long `whole` will take for a strategy, by what simulations have taken so far."""
+        return PROOF * self._spent_s * _passes(strategy) / self._passes if self._passes else 0.0
+
+    def _folded(self, short: Strategy, left_out: Sequence[int]) -> tuple[tuple[Program, ...], Prediction] | None:
+        graph = ir.build(short, self.model, self.cluster)
+        programs = ir.lower(graph)
+        found = predict_folded(graph, programs, self.costs, left_out)
+        return None if found is None else (programs, found)
+
+    def _whole(
+        self, strategy: Strategy, *, proven: bool = False
+    ) -> tuple[TrainingGraph, tuple[Program, ...], Prediction]:
+        graph = ir.build(strategy, self.model, self.cluster)
+        programs = ir.lower(graph)
+        joint = join(programs)
+        if proven:
+            ir.verify(graph, programs, joint)
+        return graph, programs, predict(graph, programs, self.costs, joint)
+
+    def _outcome(self, strategy: Strategy, programs: Sequence[Program], found: Prediction) -> Outcome:
         excess: dict[tuple[int, int], float] = {}
         worst = (float("-inf"), -1)
         places = _places(strategy, self.model, self.cluster)
-        for lane in timeline.lanes:
-            device = lane.devices[0]
-            over = lane.peak_memory_bytes - self.cluster.device(device).type.usable_bytes
+        for program in programs:
+            device = program.devices[0]
+            over = found.peak_memory_bytes[program.ranks[0]] - self.cluster.device(device).type.usable_bytes
             worst = max(worst, (over, device))
             if over > 0:
                 place = places[device]
                 excess[place] = max(over, excess.get(place, 0.0))
         return Outcome(
             strategy=strategy,
-            step_s=timeline.step_time_s,
-            makespan_s=timeline.makespan_s,
+            step_s=found.step_time_s,
+            makespan_s=found.makespan_s,
             excess_bytes=excess,
             worst=worst,
         )
 
-    def whole(self, strategy: Strategy) -> tuple[TrainingGraph, tuple[Program, ...], Timeline]:
-        """Return graph, Programs and timeline of a strategy, for the plan that is handed out."""
-        graph = ir.build(strategy, self.model, self.cluster)
-        programs = ir.lower(graph)
-        ir.verify(graph, programs)
-        return graph, programs, simulate(graph, programs, self.costs)
+    def whole(self, strategy: Strategy) -> tuple[TrainingGraph, tuple[Program, ...], Prediction] | None:
+        """Return graph, Programs and prediction of a strategy, proven and simulated from end to end: a plan to hand out.
+
+        None where a device does not hold what it must.
+        """
+        with _no_collection():
+            graph, programs, found = self._whole(strategy, proven=True)
+        return (graph, programs, found) if self._outcome(strategy, programs, found).feasible else None
+
+
+def _passes(strategy: Strategy) -> int:
+    """Count micro-batches times members: what a simulation's time is in proportion to."""
+    return sum(len(p.micro_batch_sizes) * sum(len(s.group.members) for s in p.stages) for p in strategy.pipelines)
+
+
+def shortened(strategy: Strategy) -> tuple[Strategy, tuple[int, ...]]:
+    """Leave out micro-batches from the middle of long pipelines; return what is left, and how many went from each.
+
+    Only where whole micro-batches are alike, the last aside, and are scheduled by 1F1B (see `costmodel.fold`).
+    """
+    if strategy.given:
+        return strategy, ()
+    families = {p: s.family for s in strategy.schedules for p in s.pipelines}
+    left_out = tuple(
+        _superfluous(pipe) if families.get(p) == "1f1b" else 0 for p, pipe in enumerate(strategy.pipelines)
+    )
+    if not any(left_out):
+        return strategy, left_out
+    pipelines = tuple(
+        replace(
+            pipe,
+            micro_batch_sizes=pipe.micro_batch_sizes[k:],
+            stages=tuple(replace(s, group=replace(s.group, slices=s.group.slices[k:])) for s in pipe.stages),
+        )
+        for k, pipe in zip(left_out, strategy.pipelines, strict=True)
+    )
+    training = replace(strategy.training, global_batch_size=sum(p.share for p in pipelines))
+    return replace(strategy, training=training, pipelines=pipelines), left_out
+
+
+def _superfluous(pipe: Pipeline) -> int:
+    number = len(pipe.micro_batch_sizes)
+    rows = [pipe.micro_batch_sizes, *(s.group.slices for s in pipe.stages)]
+    if any(len(set(row[:-1])) > 1 for row in rows):
+        return 0
+    return number - walked(number, len(pipe.stages), "1f1b")
+
+
+def walked(micro_batches: int, num_stages: int, family: str) -> int:
+    """Return how many micro-batches of a pipeline are simulated at first."""
+    kept = KEPT + KEPT_PER_STAGE * num_stages
+    if family != "1f1b" or micro_batches < 2 * kept:
+        return micro_batches
+    return micro_batches - (micro_batches - kept) // ROUND * ROUND
 
 
 @contextmanager

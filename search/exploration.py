@@ -14,7 +14,7 @@ from autopiper.search import bayes, polish
 from autopiper.search.bayes import Dimensions
 from autopiper.search.bounds import BestPrices, Bound, lower_bound
 from autopiper.search.drafts import Draft, Workshop
-from autopiper.search.evaluate import Evaluator, Outcome
+from autopiper.search.evaluate import Evaluator, Outcome, walked
 from autopiper.search.prices import Prices
 from autopiper.search.proposals import DEFAULT_MOST_PIPELINES, HABITS, Choice, Proposer
 from autopiper.search.shapes import Shape
@@ -48,6 +48,8 @@ class Journal:
     started: float = field(default_factory=time.monotonic)
     history: list[Trial] = field(default_factory=list)
     best_s: float = float("inf")
+    reserve_s: float = 0.0
+    """What proving and simulating the best plan from end to end will take, after all work."""
 
     def elapsed_s(self) -> float:
         """Seconds since the search began."""
@@ -55,7 +57,10 @@ class Journal:
 
     def late(self, share: float = 1.0) -> bool:
         """Whether this share of the time is used up; never without a deadline, so that results are reproducible."""
-        return self.deadline_s is not None and self.elapsed_s() >= share * self.deadline_s
+        if self.deadline_s is None:
+            return False
+        # A step so long that its plan alone takes most of the time is searched for half of the time all the same.
+        return self.elapsed_s() >= share * max(self.deadline_s - self.reserve_s, self.deadline_s / 2)
 
     def note(self, label: str, step_s: float | None) -> None:
         """Add a line to the history and tell the listener."""
@@ -95,6 +100,8 @@ class Exploration:
         """Keep a simulated strategy if it fits; of several with the same words the best."""
         known = self.candidates.get(label)
         if outcome.feasible and (known is None or outcome.step_s < known.outcome.step_s):
+            if outcome.step_s < self.best_s:
+                self.journal.reserve_s = self.evaluate.whole_s(outcome.strategy)
             self.candidates[label] = Candidate(label, outcome, draft)
 
     def simulate(self, draft: Draft) -> Outcome | None:
@@ -232,6 +239,8 @@ class Exploration:
         space = self.space
         if not space.equal_pipelines and space.min_pipelines > 1:
             return
+        if self.journal.late(0.8):
+            return
         drafts = []
         families = space.schedules if space.equal_pipelines else space.schedules[-1:]
         for shape in self.proposer.mixed_shapes(120 if space.equal_pipelines else 24):
@@ -261,8 +270,12 @@ class Exploration:
             if start.draft is None:
                 return
             before = self.best_s
-            moves = polish.neighbours(self.shop, start.draft)
-            exact = polish.exact_cuts(self.shop, start.draft)
+            moves = []
+            for draft in polish.neighbours(self.shop, start.draft):
+                if self.journal.late(0.9):
+                    break
+                moves.append(draft)
+            exact = None if self.journal.late(0.9) else polish.exact_cuts(self.shop, start.draft)
             if exact is not None:
                 moves.append(exact)
             limit = affordable(start.draft, 3, 80)
@@ -277,5 +290,8 @@ class Exploration:
 
 def affordable(draft: Draft, least: int, most: int) -> int:
     """Return how many drafts of this size to simulate in one round."""
-    actions = sum(6 * p.micro_batches * len(p.members) * p.shape.replicas for p in draft.pieces)
+    actions = sum(
+        6 * walked(p.micro_batches, len(p.members), draft.family) * len(p.members) * p.shape.replicas
+        for p in draft.pieces
+    )
     return max(least, min(most, ACTIONS_AT_ONCE // max(1, actions)))

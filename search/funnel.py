@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +11,11 @@ from dataclasses import replace
 from autopiper import ir
 from autopiper._version import __version__
 from autopiper.cluster.spec import Cluster
+from autopiper.costmodel.fold import Prediction
 from autopiper.errors import AutoPiperError, PlanError
+from autopiper.ir.graph import TrainingGraph
 from autopiper.model.spec import Model
+from autopiper.plan.actions import Program
 from autopiper.plan.costs import CostTable
 from autopiper.plan.plan import Alternative, Plan, Provenance
 from autopiper.plan.space import Space
@@ -27,6 +31,8 @@ from autopiper.search.uniform import BestUniform, best_uniform
 
 DEFAULT_TRIALS = 32
 ALTERNATIVES = 5
+SAME = 1e-9
+"""Steps that were folded and those that were not agree to this."""
 MOST_MICRO_BATCHES = 20_000
 """Of the largest size in one step. Every simulation walks them all; whoever asks for more has given tokens, most likely."""
 
@@ -54,44 +60,54 @@ def search(
         explorations.append((option, Exploration(prices, option.devices, space, journal, max(space.micro_batch_sizes))))
     explorations.sort(key=lambda pair: pair[1].bound.seconds)
     uniform: BestUniform | None = None
-    best: tuple[Variant, Exploration, Candidate] | None = None
-    for number, (option, exploration) in enumerate(explorations):
-        if best is not None and (exploration.bound.seconds >= best[2].outcome.step_s or journal.late(0.5)):
+    best_s = float("inf")
+    for number, (_, exploration) in enumerate(explorations):
+        if best_s < float("inf") and (exploration.bound.seconds >= best_s or journal.late(0.5)):
             continue
         found = _uniform(exploration, space, journal)
         if found is not None and (uniform is None or found.outcome.step_s < uniform.outcome.step_s):
             uniform = found
         hints = _baseline(exploration, baseline, space, notes) if baseline is not None and number == 0 else []
         exploration.run(-(-trials // (number + 1)), seed, hints)  # fewer for the less promising
-        if exploration.best and (best is None or exploration.best_s < best[2].outcome.step_s):
-            best = option, exploration, exploration.best
-    if best is None:
-        option, exploration = explorations[0]
-        raise infeasible(exploration.prices, option.devices, space)
+        best_s = min(best_s, exploration.best_s)
+    option, exploration, candidate, (graph, programs, predicted) = _proven(explorations, space)
     bound = min((e.bound for _, e in explorations), key=lambda b: b.seconds)
     provenance = Provenance(
         autopiper_version=__version__, seed=seed, n_trials=trials, search_s=journal.elapsed_s(),
         libraries=_libraries(), history=tuple(journal.history),
     )  # fmt: skip
-    option, exploration, candidate = best
-    graph, programs, timeline = exploration.evaluate.whole(candidate.outcome.strategy)
     return Plan(
         model=model,
         cluster=cluster,
         costs=option.costs,
         strategy=replace(candidate.outcome.strategy, training=graph.training),
         programs=programs,
-        step_time_s=timeline.step_time_s,
-        makespan_s=timeline.makespan_s,
-        relative_error=timeline.relative_error,
-        peak_memory_bytes=timeline.peak_memory_bytes,
+        step_time_s=predicted.step_time_s,
+        makespan_s=predicted.makespan_s,
+        relative_error=predicted.relative_error,
+        peak_memory_bytes=predicted.peak_memory_bytes,
         lower_bound_s=bound.seconds,
         binding=bound.binding,
-        uniform=None if uniform is None else _alternative(uniform.layout.words, uniform.outcome, uniform.note),
-        alternatives=_alternatives([e for _, e in explorations], candidate),
+        uniform=None
+        if uniform is None
+        else _alternative(uniform.layout.words, uniform.outcome, predicted, uniform.note),
+        alternatives=_alternatives([e for _, e in explorations], candidate, predicted),
         notes=(*notes, *_notes(graph.training, cluster, candidate, option.devices, space)),
         provenance=provenance,
     )
+
+
+def _proven(
+    explorations: Sequence[tuple[Variant, Exploration]], space: Space
+) -> tuple[Variant, Exploration, Candidate, tuple[TrainingGraph, tuple[Program, ...], Prediction]]:
+    """Return the best candidate that holds from end to end; raises InfeasibleError where none does."""
+    rows = [(option, e, c) for option, e in explorations for c in e.candidates.values()]
+    for option, exploration, candidate in sorted(rows, key=lambda row: row[2].outcome.step_s):
+        whole = exploration.evaluate.whole(candidate.outcome.strategy)
+        if whole is not None:
+            return option, exploration, candidate, whole
+    option, exploration = explorations[0]
+    raise infeasible(exploration.prices, option.devices, space)
 
 
 def _check(model: Model, training: Training, space: Space, timeout: float | None, n_trials: int | None) -> None:
@@ -198,15 +214,20 @@ def _choices(exploration: Exploration, strategy: Strategy) -> list[Choice]:
     ]  # fmt: skip
 
 
-def _alternative(label: str, outcome: Outcome, note: str = "") -> Alternative:
-    return Alternative(label=label, step_time_s=outcome.step_s, strategy=outcome.strategy, note=note)
+def _alternative(label: str, outcome: Outcome, chosen: Prediction, note: str = "") -> Alternative:
+    """Write an outcome down; where it is the plan itself, as that was simulated from end to end."""
+    same = math.isclose(outcome.step_s, chosen.step_time_s, rel_tol=SAME)
+    step_s = chosen.step_time_s if same else outcome.step_s
+    return Alternative(label=label, step_time_s=step_s, strategy=outcome.strategy, note=note)
 
 
-def _alternatives(explorations: Sequence[Exploration], chosen: Candidate) -> tuple[Alternative, ...]:
+def _alternatives(
+    explorations: Sequence[Exploration], chosen: Candidate, predicted: Prediction
+) -> tuple[Alternative, ...]:
     """Return the few best others, each in other words than the rest."""
     others = [c for e in explorations for c in e.candidates.values() if c.label != chosen.label]
     others.sort(key=lambda c: (c.outcome.step_s, c.label))
-    return tuple(_alternative(c.label, c.outcome) for c in others[:ALTERNATIVES])
+    return tuple(_alternative(c.label, c.outcome, predicted) for c in others[:ALTERNATIVES])
 
 
 def _notes(

@@ -19,23 +19,23 @@ NODES = 500
 """Branch-and-bound nodes after which it gives what it has; a count, so that results are reproducible."""
 
 
-def neighbours(shop: Workshop, draft: Draft) -> list[Draft]:
-    """Return drafts that differ from `draft` in one thing.
+def neighbours(shop: Workshop, draft: Draft) -> Iterator[Draft]:
+    """Yield drafts that differ from `draft` in one thing.
 
     One block moved over a border between stages; one micro-batch moved between pipelines; another micro-batch size or
     the reverse order of devices in one pipeline; another schedule; the other placement.
     """
-    found = list(_moved_blocks(shop, draft)) + list(_moved_shares(shop, draft))
+    yield from _moved_blocks(shop, draft)
+    yield from _moved_shares(shop, draft)
     shapes = [p.shape for p in draft.pieces]
     for p, shape in enumerate(shapes):
         for other in _other_shapes(shop, shape):
             changed = [*shapes[:p], other, *shapes[p + 1 :]]
-            found += [d for d in [shop.draft(changed, draft.family, draft.choices, draft.habit)] if d]
+            yield from (d for d in [shop.draft(changed, draft.family, draft.choices, draft.habit)] if d)
     for family in shop.space.schedules:
         for habit in HABITS:
             if (family, habit) != (draft.family, draft.habit):
-                found += [d for d in [shop.draft(shapes, family, draft.choices, habit)] if d]
-    return found
+                yield from (d for d in [shop.draft(shapes, family, draft.choices, habit)] if d)
 
 
 def exact_cuts(shop: Workshop, draft: Draft) -> Draft | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from autopiper.plan.actions import COLLECTIVE_KINDS, TRANSFER_KINDS, Action, Program
@@ -25,7 +26,7 @@ class Node:
     actions: list[Action] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Joint:
     """Nodes with their predecessors, both by waits and by stream order."""
 
@@ -38,8 +39,9 @@ class Joint:
     """(program, stream) -> its nodes in order."""
     faults: list[str]
 
+    @cached_property
     def topological(self) -> tuple[list[int], list[int]]:
-        """Return the nodes in a topological order, and those left over on a cycle."""
+        """The nodes in a topological order, and those left over on a cycle."""
         after: list[list[int]] = [[] for _ in self.nodes]
         missing = [0] * len(self.nodes)
         for target in range(len(self.nodes)):

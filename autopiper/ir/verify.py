@@ -8,26 +8,32 @@ acyclic graph over all ranks in which a collective is one node and the order of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopiper.errors import PlanError
 from autopiper.ir.graph import TrainingGraph
-from autopiper.ir.joint import join
-from autopiper.plan.actions import COLLECTIVE_KINDS, COMPUTE_KINDS, COMPUTE_STREAM, Place, Program
+from autopiper.ir.joint import Joint, join
+from autopiper.plan.actions import COLLECTIVE_KINDS, COMPUTE_KINDS, COMPUTE_STREAM, Action, Place, Program
 
 
-def verify(graph: TrainingGraph, programs: Sequence[Program]) -> list[str]:
-    """Prove the Programs of a graph right; return what was proved, in words. Raises PlanError with every fault."""
-    joint = join(programs)
-    order, stuck = joint.topological()
+def verify(graph: TrainingGraph, programs: Sequence[Program], joint: Joint | None = None) -> list[str]:
+    """Prove the Programs of a graph right; return what was proved, in words. Raises PlanError with every fault.
+
+    `joint` = these Programs joined, where that has been done already.
+    """
+    joint = joint or join(programs)
+    order, stuck = joint.topological
     faults = list(joint.faults)
     if stuck:
         shown = ", ".join(joint.nodes[n].text for n in stuck[:6])
         faults.append(f"deadlock: {len(stuck)} actions wait for each other in a circle, among them {shown}")
     faults += _places(graph, programs)
     faults += _work(graph, programs)
-    faults += _messages(graph, programs)
-    faults += _gradients(graph, programs)
+    for program in programs:
+        if _known(graph, program.places[0]):
+            by_text = {action.text: action for action in program.actions()}
+            faults += _messages(graph, program, by_text)
+            faults += _gradients(graph, program, by_text)
     if faults:
         raise PlanError("the Programs are wrong", faults)
     transfers = sum(n.kind == "TRANSFER" for n in joint.nodes)
@@ -102,86 +108,85 @@ def _known(graph: TrainingGraph, place: Place) -> bool:
     return place.pipeline < len(graph.pipelines) and place.stage < len(graph.pipelines[place.pipeline].stages)
 
 
-def _messages(graph: TrainingGraph, programs: Sequence[Program]) -> list[str]:
+def _messages(graph: TrainingGraph, program: Program, by_text: Mapping[str, Action]) -> list[str]:
     """Check that what each pass needs from a neighbour arrives whole before it, and is sent only once it is made."""
     faults = []
-    for program in programs:
-        place = program.places[0]
-        if not _known(graph, place):
+    place = program.places[0]
+    stage = graph.stage(place)
+    last = len(graph.pipelines[place.pipeline].stages) - 1
+    ranges: dict[tuple[int, ...], tuple[int, int]] = {}
+    for action in by_text.values():
+        mb = action.micro_batch
+        if mb is None or mb >= len(stage.slices):
             continue
-        stage = graph.stage(place)
-        last = len(graph.pipelines[place.pipeline].stages) - 1
-        by_text = {action.text: action for action in program.actions()}
-        for action in by_text.values():
-            mb = action.micro_batch
-            if mb is None or mb >= len(stage.slices):
-                continue
-            if action.kind in ("SEND_F", "SEND_B"):
-                made = [by_text.get(w.action) for w in action.waits if w.block is None]
-                kinds = ("F",) if action.kind == "SEND_F" else ("B", "I")
-                if not any(m is not None and m.kind in kinds and m.micro_batch == mb for m in made):
-                    faults.append(f"{place.text}: {action.text} does not wait for the pass that makes what it sends")
-            if action.kind not in ("F", "B", "I") or place.stage == (0 if action.kind == "F" else last):
-                continue
-            wanted = "RECV_F" if action.kind == "F" else "RECV_B"
-            got = [by_text[w.action] for w in action.waits if w.action in by_text]
-            regions = sorted(r.samples for r in got if r.kind == wanted and r.micro_batch == mb and r.samples)
-            start, stop = stage.ranges(mb)[place.member]
-            joined = [start, *(edge for region in regions for edge in region), stop]
-            if any(joined[i] != joined[i + 1] for i in range(0, len(joined), 2)):
-                faults.append(f"{place.text}: {action.text} needs samples [{start}, {stop}) but waits for {regions}")
+        if action.kind in ("SEND_F", "SEND_B"):
+            made = [by_text.get(w.action) for w in action.waits if w.block is None]
+            kinds = ("F",) if action.kind == "SEND_F" else ("B", "I")
+            if not any(m is not None and m.kind in kinds and m.micro_batch == mb for m in made):
+                faults.append(f"{place.text}: {action.text} does not wait for the pass that makes what it sends")
+        if action.kind not in ("F", "B", "I") or place.stage == (0 if action.kind == "F" else last):
+            continue
+        wanted = "RECV_F" if action.kind == "F" else "RECV_B"
+        got = [by_text[w.action] for w in action.waits if w.action in by_text]
+        regions = [r.samples for r in got if r.kind == wanted and r.micro_batch == mb and r.samples]
+        row = stage.slices[mb]
+        if row not in ranges:
+            ranges[row] = stage.ranges(mb)[place.member]
+        start, stop = ranges[row]
+        if regions == [(start, stop)]:
+            continue
+        regions.sort()
+        joined = [start, *(edge for region in regions for edge in region), stop]
+        if any(joined[i] != joined[i + 1] for i in range(0, len(joined), 2)):
+            faults.append(f"{place.text}: {action.text} needs samples [{start}, {stop}) but waits for {regions}")
     return faults
 
 
-def _gradients(graph: TrainingGraph, programs: Sequence[Program]) -> list[str]:
-    """Check reductions, updates, loss and norm of every Program against the gradient blocks of the graph."""
+def _gradients(graph: TrainingGraph, program: Program, by_text: Mapping[str, Action]) -> list[str]:
+    """Check reductions, updates, loss and norm of a Program against the gradient blocks of the graph."""
     faults = []
-    for program in programs:
-        place = program.places[0]
-        if not _known(graph, place):
+    place = program.places[0]
+    stage = graph.stage(place)
+    computes = [a for a in program.streams.get(COMPUTE_STREAM, ()) if a.kind in COMPUTE_KINDS]
+    last = next((a.text for a in reversed(computes) if a.kind in ("B", "W")), None)
+    expected = {"LOSS"} | ({"NORM"} if graph.training.needs_norm else set())
+    for block in graph.gradient_blocks:
+        if place not in block.holders:
             continue
-        stage = graph.stage(place)
-        by_text = {action.text: action for action in program.actions()}
-        computes = [a for a in program.streams.get(COMPUTE_STREAM, ()) if a.kind in COMPUTE_KINDS]
-        last = next((a.text for a in reversed(computes) if a.kind in ("B", "W")), None)
-        expected = {"LOSS"} | ({"NORM"} if graph.training.needs_norm else set())
-        for block in graph.gradient_blocks:
-            if place not in block.holders:
-                continue
-            update, reduces = f"g{block.index}UPDATE", []
-            if len(block.holders) > 1:
-                reduces = [f"g{block.index}.{n}REDUCE_GRAD" for n in range(len(block.buckets))]
-            expected |= {update, *reduces}
-            for text, bucket in zip(reduces, block.buckets, strict=False):
-                lowest = bucket.lowest_block
-                if block.kind == "tied":
-                    lowest = min(b for b in block.blocks if stage.start <= b < stage.stop)
-                waits = {w.action: w.block for w in by_text[text].waits} if text in by_text else {}
-                if last and (last not in waits or (waits[last] is not None and waits[last] > lowest)):  # type: ignore[operator]
-                    faults.append(f"{place.text}: {text} may start before {last} has passed block {lowest}")
-            if update in by_text:
-                before = {w.action for w in by_text[update].waits}
-                needed = {"LOSS", *reduces[-1:]} | ({"NORM"} if graph.training.needs_norm else set())
-                faults += [f"{place.text}: {update} does not wait for {text}" for text in sorted(needed - before)]
-        if graph.training.needs_norm and "NORM" in by_text:
-            before = {w.action for w in by_text["NORM"].waits}
-            needed = {
-                f"g{b.index}.{len(b.buckets) - 1}REDUCE_GRAD"
-                for b in graph.gradient_blocks
-                if place in b.holders and len(b.holders) > 1
-            }
-            needed |= {last} if last else set()
-            faults += [f"{place.text}: NORM does not wait for {text}" for text in sorted(needed - before)]
-        forwards = [a.text for a in computes if a.kind == "F"]
-        is_last = place.stage == len(graph.pipelines[place.pipeline].stages) - 1
-        loss_waits = {w.action for w in by_text["LOSS"].waits} if "LOSS" in by_text else set(forwards)
-        if is_last and forwards and forwards[-1] not in loss_waits:
-            faults.append(f"{place.text}: LOSS does not wait for the last forward, {forwards[-1]}")
-        found = {t for t, a in by_text.items() if a.kind in (*COLLECTIVE_KINDS, "UPDATE")}
-        faults += [f"{place.text}: {text} is missing" for text in sorted(expected - found)]
-        faults += [f"{place.text}: {text} is not its business" for text in sorted(found - expected)]
-        for stream, actions in program.streams.items():
-            numbers = [(a.gradient_block, a.bucket) for a in actions if a.kind == "REDUCE_GRAD"]
-            if numbers != sorted(numbers):
-                faults.append(f"{place.text}: the reductions on stream {stream} are out of order")
+        update, reduces = f"g{block.index}UPDATE", []
+        if len(block.holders) > 1:
+            reduces = [f"g{block.index}.{n}REDUCE_GRAD" for n in range(len(block.buckets))]
+        expected |= {update, *reduces}
+        for text, bucket in zip(reduces, block.buckets, strict=False):
+            lowest = bucket.lowest_block
+            if block.kind == "tied":
+                lowest = min(b for b in block.blocks if stage.start <= b < stage.stop)
+            waits = {w.action: w.block for w in by_text[text].waits} if text in by_text else {}
+            if last and (last not in waits or (waits[last] is not None and waits[last] > lowest)):  # type: ignore[operator]
+                faults.append(f"{place.text}: {text} may start before {last} has passed block {lowest}")
+        if update in by_text:
+            before = {w.action for w in by_text[update].waits}
+            needed = {"LOSS", *reduces[-1:]} | ({"NORM"} if graph.training.needs_norm else set())
+            faults += [f"{place.text}: {update} does not wait for {text}" for text in sorted(needed - before)]
+    if graph.training.needs_norm and "NORM" in by_text:
+        before = {w.action for w in by_text["NORM"].waits}
+        needed = {
+            f"g{b.index}.{len(b.buckets) - 1}REDUCE_GRAD"
+            for b in graph.gradient_blocks
+            if place in b.holders and len(b.holders) > 1
+        }
+        needed |= {last} if last else set()
+        faults += [f"{place.text}: NORM does not wait for {text}" for text in sorted(needed - before)]
+    forwards = [a.text for a in computes if a.kind == "F"]
+    is_last = place.stage == len(graph.pipelines[place.pipeline].stages) - 1
+    loss_waits = {w.action for w in by_text["LOSS"].waits} if "LOSS" in by_text else set(forwards)
+    if is_last and forwards and forwards[-1] not in loss_waits:
+        faults.append(f"{place.text}: LOSS does not wait for the last forward, {forwards[-1]}")
+    found = {t for t, a in by_text.items() if a.kind in (*COLLECTIVE_KINDS, "UPDATE")}
+    faults += [f"{place.text}: {text} is missing" for text in sorted(expected - found)]
+    faults += [f"{place.text}: {text} is not its business" for text in sorted(found - expected)]
+    for stream, actions in program.streams.items():
+        numbers = [(a.gradient_block, a.bucket) for a in actions if a.kind == "REDUCE_GRAD"]
+        if numbers != sorted(numbers):
+            faults.append(f"{place.text}: the reductions on stream {stream} are out of order")
     return faults
