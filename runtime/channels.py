@@ -69,7 +69,7 @@ def take_apart(value: Any, samples: int, where: str) -> tuple[list[Tensor], Form
     elif isinstance(value, Mapping):
         kind, keys, tensors = "dict", tuple(value), list(value.values())
     elif isinstance(value, tuple | list):
-        kind, keys, tensors = type(value).__name__, (), list(value)
+        kind, keys, tensors = "list" if isinstance(value, list) else "tuple", (), list(value)
     else:
         kind, keys, tensors = "", (), [value]
     for tensor in tensors:
@@ -129,7 +129,7 @@ class Arriving(Pending):
         super().finish(lanes)
         if self._deliver is not None:
             self._deliver(self._tensors, form)
-            self._deliver = None
+            self._deliver, self._tensors = None, []  # whoever got them keeps them as long as they are needed
 
 
 class Channel:

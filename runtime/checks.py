@@ -26,6 +26,8 @@ from autopiper.runtime.stages import LiveStage
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp64": torch.float64}
 """What the runtime computes in so far. tf32 keeps its tensors in float32."""
+PIECE = 2**22
+"""Elements of a parameter that are looked at together when weights are compared."""
 
 
 def training_dtype(training: Training) -> torch.dtype:
@@ -154,6 +156,8 @@ def batch_faults(model: Model, layout: BlockLayout, batch: Any, expected: int, c
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     for spec in model.inputs:
         tensor = given.get(spec.name)
+        if spec.name not in given and not custom_inputs:
+            faults.append(f"the batch lacks the model's input '{spec.name}'")
         if not isinstance(tensor, torch.Tensor):
             continue
         shape = tuple(tensor.shape[1:])
@@ -184,10 +188,13 @@ def weights_digest(stage: LiveStage) -> dict[str, int]:
     out = {}
     for name, parameter in stage.held.items():
         group = next((g for g in stage.layout.tied if name in g), (name,))
-        raw = parameter.detach().contiguous().reshape(-1).view(torch.int32).to(torch.int64)
-        # Positions weigh in, so that swapped values do not cancel; arithmetic wraps, so order does not matter.
-        odd = torch.arange(1, 2 * raw.numel(), 2, device=raw.device)
-        out[group[0]] = int((raw * odd).sum())
+        raw = parameter.detach().contiguous().reshape(-1).view(torch.int32)
+        # Positions weigh in, so that swapped values do not cancel; arithmetic wraps. Piecewise, for memory's sake.
+        total, at = torch.zeros((), dtype=torch.int64, device=raw.device), 0
+        for piece in raw.split(PIECE):  # type: ignore[no-untyped-call]
+            odd = torch.arange(2 * at + 1, 2 * (at + piece.numel()), 2, device=raw.device)
+            total, at = total + (piece.to(torch.int64) * odd).sum(), at + piece.numel()
+        out[group[0]] = int(total)
     return out
 
 

@@ -83,17 +83,18 @@ class Engine:
         self._graph = graph
         self._program = program = next(p for p in plan.programs if self.rank in p.ranks)
         self.device = _device(plan, program.devices[program.ranks.index(self.rank)], device)
-        self._owns_job = _join(self.device, self.rank, world_size)
+        _join(self.device, self.rank, world_size)
         facts: dict[str, dict[str, Any]] = {"the plan": {"fingerprint": checks.plan_digest(plan)}}
         faults, cause = checks.device_faults(plan, program, self.device, self.rank), None
         if not faults:
             try:
                 self._build(module_or_factory, dtype, seed, state)
+                self._per_block = {i: _optimizer(optimizer, b.parameters) for i, b in self._buffers.items()}
                 facts["the initial value of"] = checks.weights_digest(self.stage)
             except PlanError as error:
                 faults = list(error.faults) or [str(error)]
             except Exception as error:
-                faults, cause = [f"the module cannot be built: {type(error).__name__}: {error}"], error
+                faults, cause = [f"module or optimizer cannot be built: {type(error).__name__}: {error}"], error
         checks.agree(faults, facts, cause)
 
         self._lanes = make_lanes(self.device)
@@ -104,18 +105,17 @@ class Engine:
                 peer = next(r for r in dist.get_process_group_ranks(group) if r != self.rank)
                 channels[stream] = Channel(group, peer, self.device, self._lanes)
         names = tuple(i.name for i in plan.model.inputs)
-        per_block = {index: optimizer(list(buffer.parameters)) for index, buffer in self._buffers.items()}
-        self.optimizers = tuple(per_block.values())
+        self.optimizers = tuple(self._per_block.values())
         self._custom_inputs = inputs is not None
         self._handlers = Handlers(
-            graph, program, self.stage, channels, groups, self._buffers, per_block, loss_fn,
+            graph, program, self.stage, channels, groups, self._buffers, self._per_block, loss_fn,
             inputs or (lambda batch: batches.module_inputs(batch, names)), self._lanes, self.device, self.rank,
         )  # fmt: skip
         self._interpreter = Interpreter(program, self._handlers.table(), self._lanes, self.rank)
         self._handlers.interpreter = self._interpreter
         self.samples = batches.needed_samples(graph, program.places)
         """Samples of the global batch that this rank reads, in the order in which `step` expects them."""
-        self._started = self._faulted = False
+        self._started = self._faulted = self._closed = False
 
     def _build(self, given: ModuleOrFactory, dtype: torch.dtype, seed: int, state: Mapping[str, Tensor] | None) -> None:
         """Build this rank's stage and gradient buffers. Raises PlanError with everything that differs from the plan."""
@@ -152,6 +152,9 @@ class Engine:
         batch. Raises PlanError where the batch is not what the plan was made for; RuntimeFault naming rank, stage and
         action where something fails meanwhile: then this process must end, and the others notice.
         """
+        if self._faulted or self._closed:
+            state = "an earlier step failed, so the ranks are no longer in step" if self._faulted else "it was closed"
+            raise RuntimeFault(f"rank {self.rank}: this engine cannot train on: {state}; start the job anew")
         start = now_s()
         expected = self.plan.training.global_batch_size if whole else len(self.samples)
         faults = checks.batch_faults(self.plan.model, self.stage.layout, batch, expected, self._custom_inputs)
@@ -206,15 +209,16 @@ class Engine:
         return {n: merged[n] for block in self.stage.layout.blocks for n in block.parameters}
 
     def close(self) -> None:
-        """Wait until all messages have arrived and give the communicators back."""
-        if self._faulted:
+        """Wait until all messages have arrived and give the engine's communicators back.
+
+        The job itself stays joined, so that another engine can follow: under torchrun a process cannot join it twice.
+        """
+        if self._faulted or self._closed:
             return
+        self._closed = True
         self._lanes.drain()
-        if self._owns_job:
-            dist.destroy_process_group()
-        else:
-            for group in self._groups.values():
-                dist.destroy_process_group(group)
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
 
     def __enter__(self) -> Engine:
         return self
@@ -243,6 +247,13 @@ def _rank_and_world() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    made = factory(list(parameters))
+    if not callable(getattr(made, "step", None)):
+        raise PlanError(f"optimizer(parameters) returned a {type(made).__name__}; it must return a torch optimizer")
+    return made
+
+
 def _device(plan: Plan, planned: int, given: torch.device | str | None) -> torch.device:
     """Return the device of this rank: the one given, else the kind that the plan names, if the machine has it."""
     if given is not None:
@@ -252,12 +263,12 @@ def _device(plan: Plan, planned: int, given: torch.device | str | None) -> torch
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def _join(device: torch.device, rank: int, world_size: int) -> bool:
-    """Join the job that the environment names, unless the process has done so; return whether this made it."""
+def _join(device: torch.device, rank: int, world_size: int) -> None:
+    """Join the job that the environment names, unless the process has done so."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        return False
+        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
@@ -267,4 +278,3 @@ def _join(device: torch.device, rank: int, world_size: int) -> bool:
         raise PlanError(
             "RANK and WORLD_SIZE are set, but not MASTER_ADDR; start the ranks with torchrun, run_local or launch"
         )
-    return True

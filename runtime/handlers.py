@@ -25,6 +25,24 @@ InputsFunction = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 Parts = list[tuple[tuple[int, int], list[Tensor]]]
 
 
+class _Entry(torch.autograd.Function):
+    """What was received, as no leaf and no view: so a stage may begin with an operation in place."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        storage, at = received.untyped_storage(), received.storage_offset()
+        return received.new_empty(0).set_(storage, at, received.size(), received.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _enter(received: Tensor) -> Tensor:
+    entered: Tensor = _Entry.apply(received)  # type: ignore[no-untyped-call]
+    return entered
+
+
 class _Flow:
     """A micro-batch between its F and its B: what the backward starts from and what it ends in."""
 
@@ -125,7 +143,7 @@ class Handlers:
                 t.requires_grad_(f.grad)
                 for t, f in zip(self._assemble("F", micro_batch, form), form.tensors, strict=True)
             ]
-            output = stage(form.build(received))
+            output = stage(form.build([_enter(t) if t.requires_grad else t for t in received]))
         if stage.last:
             loss_sum, weight = self._loss_of(output, own, stop - start)
             self._sums += torch.stack([loss_sum.detach(), weight]).to(self._sums)
@@ -154,6 +172,13 @@ class Handlers:
             )
         if weight is None:
             loss, weight = loss * samples, samples
+        if not loss.requires_grad:
+            raise RuntimeFault("loss_fn returned a loss that carries no gradient (detached, or computed under no_grad)")
+        if not isinstance(weight, int | float) and not (isinstance(weight, Tensor) and weight.numel() == 1):
+            found = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise RuntimeFault(
+                f"loss_fn returned a weight of {found}; it must be one number: what the sum is divided by"
+            )
         return loss.reshape(()), torch.as_tensor(weight, dtype=torch.float64, device=self._device).detach().reshape(())
 
     def _backward(self, action: Action) -> None:

@@ -36,6 +36,7 @@ class Interpreter:
         Raises RuntimeFault naming rank, place and action, with what was raised as its cause.
         """
         self._start = now_s()
+        self._begun = self._lanes.mark()  # what is issued without a wait still needs the step's buffers to be ready
         self._events: list[Event] = []
         self._marks: dict[str, Any] = {}  # compute actions that are over
         self._passed: dict[str, dict[int, Any]] = {}  # backward in progress or over -> block passed -> mark
@@ -55,7 +56,10 @@ class Interpreter:
                 self._force(name)
         for name in self._others:
             self._finish(name, len(self._issued[name]))
-        self._lanes.check()
+        try:
+            self._lanes.check()
+        except Exception as error:
+            raise RuntimeFault(f"rank {self._rank} ({self._where}), a send: {type(error).__name__}: {error}") from error
         return self._events
 
     def passed(self, action: str, block: int) -> None:
@@ -125,8 +129,8 @@ class Interpreter:
     def _issue(self, name: str) -> None:
         action = self._others[name][self._cursor[name]]
         self._cursor[name] += 1
-        compute = [w for w in action.waits if w.action not in self._position]
-        with self._lanes.issue(name, [self._mark_of(w)[1] for w in compute]):
+        marks = [self._mark_of(w)[1] for w in action.waits if w.action not in self._position]
+        with self._lanes.issue(name, marks or [self._begun]):
             for wait in action.waits:
                 if wait.action in self._position:
                     self._ensure(wait)

@@ -41,6 +41,8 @@ class Pending:
                 work.wait()
         if not self.over:
             self.over = True
+            if not lanes.asynchronous:
+                self._works = ()  # they keep what they carried
             if self._then is not None:
                 self._then()
 

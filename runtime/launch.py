@@ -7,6 +7,7 @@ function or script runs under torchrun on many machines.
 from __future__ import annotations
 
 import ctypes
+import io
 import multiprocessing as mp
 import os
 import pickle
@@ -80,11 +81,11 @@ def run_local(
                 target=_child,
                 args=(rank, world_size, store.port, writer, setup, num_threads, train_fn, (plan, *args)),
                 name=f"rank{rank}",
-                daemon=True,
+                daemon=False,  # daemons may have no children, such as the workers of a DataLoader
             )
             try:
                 process.start()
-            except (AttributeError, TypeError) as error:  # what pickle raises for local functions and live objects
+            except (AttributeError, TypeError, pickle.PicklingError) as error:  # local functions, live objects
                 raise PlanError(f"run_local cannot hand its arguments to other processes: {error}") from None
             writer.close()
             processes.append(process)
@@ -119,7 +120,7 @@ def _script(_: Plan, plan_path: str, script: str, arguments: tuple[str, ...]) ->
         runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            raise RuntimeFault(f"the script ended with exit code {leaving.code}") from None
+            raise
 
 
 def _child(
@@ -133,6 +134,7 @@ def _child(
     args: tuple[Any, ...],
 ) -> None:
     """Be one rank: report the result or the first fault, and leave."""
+    mp.set_start_method(None, force=True)  # spawned itself, but what it starts is started as under torchrun
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends everybody
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
@@ -148,11 +150,16 @@ def _child(
         import torch
 
         torch.set_num_threads(num_threads)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # a rank that is ended keeps no lines back
         writer.send_bytes(pickle.dumps(train_fn(*args)))  # by value: torch's own pickler would share memory
-    except Exception as error:
+    except BaseException as error:  # SystemExit and KeyboardInterrupt, too: nobody may leave without a word
         cause = error.__cause__ if isinstance(error, RuntimeFault) and error.__cause__ else error
         known = isinstance(error, AutoPiperError)
-        text = str(error) if known else f"rank {rank}: {type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            said = f"the script ended with exit code {error.code}"
+        text = str(error) if known else f"rank {rank}: {said}"
         kind = type(error).__name__ if known else "RuntimeFault"
         trace = "".join(traceback.format_exception(cause))
         fault = Fault(rank=rank, at_s=time.monotonic(), kind=kind, text=text, trace=trace)
@@ -167,6 +174,7 @@ def _collect(readers: dict[Connection, int], processes: Sequence[BaseProcess], t
     results: list[Any] = [None] * len(processes)
     left = dict(readers)
     faults: list[Fault] = []
+    done: list[int] = []
     deadline = None if timeout is None else time.monotonic() + timeout
     while left:
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -182,8 +190,9 @@ def _collect(readers: dict[Connection, int], processes: Sequence[BaseProcess], t
                 deadline = min(deadline or float("inf"), time.monotonic() + GRACE_S)
             else:
                 results[rank] = message
+                done.append(rank)
     if faults:
-        _raise(min(faults, key=lambda f: f.at_s))
+        _raise(min(faults, key=lambda f: f.at_s), done)
     if left:
         slow = ", ".join(str(rank) for rank in sorted(left.values()))
         raise RuntimeFault(f"rank {slow} did not end within the timeout of {timeout} s")
@@ -207,10 +216,12 @@ def _receive(reader: Connection, rank: int, process: BaseProcess) -> Any:
     )  # fmt: skip
 
 
-def _raise(fault: Fault) -> None:
-    if fault.kind != "RuntimeFault":
+def _raise(fault: Fault, done: Sequence[int]) -> None:
+    """Raise a fault; `done`: ranks that had ended well, maybe while others still waited for them."""
+    if fault.kind != "RuntimeFault" and isinstance(getattr(errors, fault.kind, None), type):
         raise getattr(errors, fault.kind)(fault.text)
-    raise RuntimeFault(f"{fault.text}\n\n{fault.trace}" if fault.trace else fault.text)
+    early = f" (rank {', '.join(map(str, sorted(done)))} had ended before, without a fault)" if done else ""
+    raise RuntimeFault(f"{fault.text}{early}\n\n{fault.trace}" if fault.trace else fault.text + early)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

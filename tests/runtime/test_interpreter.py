@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from runtime_cases import Case, cpu_cluster, describe, make_plan
 
 from autopiper.errors import RuntimeFault
 from autopiper.plan import Action, Group, Pipeline, Place, Program, Schedule, Stage, Strategy, Training, Wait
 from autopiper.plan.actions import parse_action
+from autopiper.runtime.channels import Arriving, Form, TensorForm
 from autopiper.runtime.interpreter import Interpreter
 from autopiper.runtime.lanes import Lanes, Pending
 
@@ -108,6 +112,52 @@ def test_a_fault_names_rank_place_and_action_and_keeps_its_cause() -> None:
     with pytest.raises(RuntimeFault, match=r"rank 3 \(p0\.s0\.m0\), action 0F0: KeyError: 'weight'") as fault:
         Interpreter(program(compute=["0F0"]), {"F": handler}, Lanes(), rank=3).run()
     assert isinstance(fault.value.__cause__, KeyError)
+
+
+class Marks(Lanes):
+    """Lanes of a device that runs on by itself: they note after what each stream begins."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.issued = 0, list[tuple[str, list[int]]]()
+
+    def mark(self) -> int:
+        self.count += 1
+        return self.count
+
+    @contextmanager
+    def issue(self, stream: str, after: Sequence[int]) -> Iterator[None]:
+        self.issued.append((stream, list(after)))
+        yield
+
+
+def test_what_waits_for_nothing_still_waits_for_the_begin_of_the_step() -> None:
+    """A loss is summed over ranks that have none, too: not before the compute stream has set it to zero."""
+    lanes = Marks()
+    made = program(compute=["0F0", "0B0"], loss=["LOSS"], channel=["0SEND_F0>0[0:1] after 0F0"])
+    Interpreter(made, dict.fromkeys(("F", "B", "LOSS", "SEND_F"), lambda _: None), lanes, rank=0).run()
+    assert lanes.issued == [("loss", [1]), ("channel", [2])]
+
+
+def test_a_message_is_kept_by_nobody_but_who_got_it() -> None:
+    class Fake:
+        device = torch.device("cpu")
+
+        def known_form(self) -> Form:
+            return form
+
+        def post(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+            return []
+
+    form = Form(kind="tensor", tensors=(TensorForm(shape=(3,), dtype="float32", grad=True),))
+    got: list[torch.Tensor] = []
+    arriving = Arriving(Fake(), 2, lambda tensors, _: got.extend(tensors))  # type: ignore[arg-type]
+    arriving.post(form)
+    arriving.finish(Lanes())
+    message = weakref.ref(got.pop())
+    assert message() is None
 
 
 def test_real_reductions_overlap_the_last_backward(pool: Any) -> None:

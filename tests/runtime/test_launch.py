@@ -107,6 +107,8 @@ def test_launch_runs_a_script_on_every_rank(plan: Plan, tmp_path: Path) -> None:
         "from autopiper.plan import load_plan\n"
         "plan = load_plan(os.environ['AUTOPIPER_PLAN'])\n"
         "assert __name__ == '__main__'\n"
+        "from torch.utils.data import DataLoader\n"
+        "assert len(list(DataLoader(range(4), batch_size=2, num_workers=1))) == 2\n"
         "open(sys.argv[1] + os.environ['RANK'], 'w').write(str(len(plan.devices)))\n"
         "if len(sys.argv) > 2: sys.exit(3)\n"
     )
