@@ -244,7 +244,12 @@ def measure(fakes: Fakes, module: nn.Module, prefix: str, call: Call, *, first: 
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
         return fakes.like(tensor, tensor.requires_grad)
 
-    args, kwargs = tree_map_only(torch.Tensor, fresh, (call.args, call.kwargs))
+    def entered(tensor: torch.Tensor) -> torch.Tensor:  # no leaf, so a unit may begin with an operation in place
+        return tensor.clone() if tensor.requires_grad else tensor
+
+    leaves = tree_map_only(torch.Tensor, fresh, (call.args, call.kwargs))
+    wanted = [t for t in tree_leaves(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
+    args, kwargs = tree_map_only(torch.Tensor, entered, leaves)
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     inputs = [t for t in tensors if t.requires_grad]
     saved: dict[int, torch.Tensor] = {}
@@ -264,7 +269,7 @@ def measure(fakes: Fakes, module: nn.Module, prefix: str, call: Call, *, first: 
     own = {_storage(t) for t in (tensors if first else inputs)}
     alien = {_storage(t) for t in tensors} - own
     results = {_storage(t) for t in outputs} - own
-    total, to_inputs = _backward_flops(fakes, outputs, inputs)
+    total, to_inputs = _backward_flops(fakes, outputs, wanted)
     return Measure(
         forward_flops=float(counter.get_total_flops()),
         backward_input_flops=to_inputs,
