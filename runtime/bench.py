@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopiper._data import data
+from autopiper.runtime.channels import enter
 from autopiper.runtime.handlers import InputsFunction, LossFunction
 from autopiper.runtime.stages import LiveStage
 
@@ -81,6 +82,7 @@ class Bench:
     def _forward(self) -> tuple[list[Tensor], list[Tensor], Any]:
         """Run a forward as the runtime does; return what a backward starts from, what it ends in, and the output."""
         fresh, wanted = self._arrived()
+        fresh = tree_map_only(Tensor, lambda t: enter(t) if t.requires_grad else t, fresh)
         if self._stage.first:
             args, kwargs = self._inputs(self._batch)
             output = self._stage(*args, **kwargs)

@@ -14,7 +14,7 @@ from autopiper.errors import RuntimeFault
 from autopiper.ir import TrainingGraph
 from autopiper.plan import Action, Place, Program
 from autopiper.runtime import batches
-from autopiper.runtime.channels import Channel, Form, take_apart
+from autopiper.runtime.channels import Channel, Form, enter, take_apart
 from autopiper.runtime.gradients import BackwardWatch, GradientBuffer
 from autopiper.runtime.interpreter import Handler, Interpreter
 from autopiper.runtime.lanes import Collective, Lanes, Pending
@@ -23,24 +23,6 @@ from autopiper.runtime.stages import LiveStage
 LossFunction = Callable[[Any, Any], Any]
 InputsFunction = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 Parts = list[tuple[tuple[int, int], list[Tensor]]]
-
-
-class _Entry(torch.autograd.Function):
-    """What was received, as no leaf and no view: so a stage may begin with an operation in place."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        storage, at = received.untyped_storage(), received.storage_offset()
-        return received.new_empty(0).set_(storage, at, received.size(), received.stride())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _enter(received: Tensor) -> Tensor:
-    entered: Tensor = _Entry.apply(received)  # type: ignore[no-untyped-call]
-    return entered
 
 
 class _Flow:
@@ -143,7 +125,7 @@ class Handlers:
                 t.requires_grad_(f.grad)
                 for t, f in zip(self._assemble("F", micro_batch, form), form.tensors, strict=True)
             ]
-            output = stage(form.build([_enter(t) if t.requires_grad else t for t in received]))
+            output = stage(form.build([enter(t) if t.requires_grad else t for t in received]))
         if stage.last:
             loss_sum, weight = self._loss_of(output, own, stop - start)
             self._sums += torch.stack([loss_sum.detach(), weight]).to(self._sums)

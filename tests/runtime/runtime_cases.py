@@ -17,6 +17,8 @@ from autopiper.model.spec import Model
 from autopiper.plan import CostTable, Group, Pipeline, Plan, Provenance, Schedule, Stage, Strategy, Training
 
 SEQUENCE, VOCABULARY, WIDTH = 6, 40, 16
+VECTORS = ("sequential", "in_place")
+"""Modules that take vectors; the others take ids."""
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -74,6 +76,14 @@ def sequential_tied() -> nn.Module:
     return nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), output)
 
 
+def in_place() -> nn.Module:
+    """Every block but the linear ones works in place, on what may just have been received."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.SiLU(inplace=True),
+        nn.Linear(WIDTH, WIDTH),
+    )  # fmt: skip
+
+
 class Skip(nn.Module):
     """No known structure: a skip connection around all layers, an input that every layer reads, a buffer, a dict."""
 
@@ -110,6 +120,7 @@ def _llama(tied: bool) -> nn.Module:
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "sequential": sequential,
     "sequential_tied": sequential_tied,
+    "in_place": in_place,
     "traced": Skip,
     "llama": lambda: _llama(tied=False),
     "llama_tied": lambda: _llama(tied=True),
@@ -130,7 +141,7 @@ def make_module(name: str, precision: str, seed: int = 7) -> nn.Module:
 def example(name: str, samples: int, precision: str, seed: int = 0, sequence: int = SEQUENCE) -> Any:
     """Make a batch: ids and ragged labels for language models, vectors otherwise."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    if name == "sequential":
+    if name in VECTORS:
         shape = (samples, WIDTH)
         x, y = (torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[precision]) for _ in range(2))
         return x, y
@@ -146,7 +157,7 @@ def example(name: str, samples: int, precision: str, seed: int = 0, sequence: in
 
 def inputs_of(name: str, batch: Any) -> Any:
     """The module's own inputs, as `Model.from_module` takes them."""
-    if name == "sequential":
+    if name in VECTORS:
         return (batch[0],)
     if name == "sequential_tied":
         return (batch["input_ids"],)
@@ -167,7 +178,7 @@ def loss_tokens(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(name: str) -> Callable[[Any, Any], Any]:
-    return loss_mean if name == "sequential" else loss_tokens
+    return loss_mean if name in VECTORS else loss_tokens
 
 
 def sequential_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -311,7 +322,7 @@ def run_reference(plan: Plan, case: Case, state: Mapping[str, Tensor] | None = N
 
 
 def _loss(name: str, module: nn.Module, batch: Any, samples: int) -> tuple[Tensor, float]:
-    if name == "sequential":
+    if name in VECTORS:
         return loss_mean(module(batch[0]), batch) * samples, samples
     inputs = inputs_of(name, batch)
     output = module(*inputs) if isinstance(inputs, tuple) else module(**inputs)

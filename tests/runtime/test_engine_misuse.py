@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_cases import cpu_cluster, describe, example, loss_mean, make_module, make_plan
+from runtime_cases import WIDTH, cpu_cluster, describe, example, loss_mean, make_module, make_plan
 
 from autopiper.errors import PlanError, RuntimeFault
 from autopiper.plan import Plan, Strategy, Training
 from autopiper.runtime import Engine, checks, engine, launch
+from autopiper.runtime.bench import Bench
+from autopiper.runtime.stages import build_stage, open_module
 
 
 @pytest.fixture
@@ -141,3 +143,14 @@ def test_who_left_before_others_failed_is_named() -> None:
         launch._raise(fault, [2, 1])
     with pytest.raises(RuntimeFault, match="connection closed"):
         launch._raise(launch.Fault(rank=0, at_s=0.0, kind="Own", text=fault.text, trace=""), [])
+
+
+def test_a_stage_that_begins_in_place_is_timed() -> None:
+    module, layout = open_module(make_module("in_place", "fp32"), torch.float32)
+    received = torch.randn(2, WIDTH, requires_grad=True)
+    bench = Bench(
+        build_stage(module, layout, 1, 3), None, received, lambda batch: ((), {}), loss_mean, torch.device("cpu")
+    )
+    bench.prepare(0.0)
+    bench.window()
+    assert [len(times) for times in bench.windows[:2]] == [1, 1]

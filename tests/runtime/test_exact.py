@@ -119,3 +119,26 @@ def test_no_one_and_many_tensors_cross_a_cut(pool: Any, cut: int) -> None:
     plan, case = make_plan(model, cluster, strategy), Case(module="sequential", steps=2)
     results = pool.run(plan, case)
     assert_exact(results, run_reference(plan, case, results[0]["initial"]), 1e-10)
+
+
+def test_stages_may_begin_in_place(pool: Any) -> None:
+    model, cluster = describe("in_place", "fp64"), cpu_cluster(3)
+    strategy = Strategy(
+        training=Training(global_batch_size=5, precision="fp64", optimizer="sgd-momentum"),
+        pipelines=(
+            Pipeline(
+                micro_batch_sizes=(3, 2),
+                stages=tuple(
+                    Stage(
+                        start=start, stop=stop, group=Group(members=((rank,),), slices=((3,), (2,))),
+                        recompute=("none",) * (stop - start),
+                    )
+                    for rank, (start, stop) in enumerate(((0, 1), (1, 3), (3, 5)))
+                ),
+            ),
+        ),
+        schedules=(Schedule(family="gpipe", pipelines=(0,)),),
+    )  # fmt: skip
+    plan, case = make_plan(model, cluster, strategy), Case(module="in_place", steps=2)
+    results = pool.run(plan, case)
+    assert_exact(results, run_reference(plan, case, results[0]["initial"]), 1e-10)
