@@ -1,4 +1,8 @@
-"""Evaluation: every candidate is built, lowered and simulated like a plan that will run, and checked for memory."""
+"""Evaluation: every candidate is built, lowered and simulated like a plan that will run, and checked for memory.
+
+Of long steps only the ends are walked, where that tells the rest to the last digits (`costmodel.fold`); the plan that
+is handed out is proven and simulated whole.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ALTERNATIVES = 5
 SAME = 1e-9
 """Steps that were folded and those that were not agree to this."""
 MOST_MICRO_BATCHES = 20_000
-"""Of the largest size in one step. Every simulation walks them all; whoever asks for more has given tokens, most likely."""
+"""Of the largest size in one step. The plan is proven over all; whoever asks for more has given tokens, most likely."""
 
 
 def search(
