@@ -5,8 +5,7 @@ Everything heavy is imported where it is used, so that `import autopiper` stays 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from autopiper.plan.space import Space
 from autopiper.plan.strategy import Strategy
 from autopiper.plan.timeline import Timeline
 from autopiper.plan.training import Training
+from autopiper.proofs import differences, memory_faults
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from autopiper.ir import TrainingGraph
     from autopiper.plan.actions import Program
 
-GIB = 2**30
 MOST_SEED = 2**32
 """Seeds of the samplers are 32 bits wide."""
-SAME = 1e-9
-"""Two runs of the simulator over equal Programs and prices agree to this; a stored prediction must too."""
 
 
 def price(model: ModelLike, cluster: ClusterLike, training: Training | None = None) -> CostTable:
@@ -147,9 +144,9 @@ def verify(
     graph, programs, prices = _lowered(strategy_or_plan, model, cluster, costs)
     proved = list(ir.verify(graph, programs))
     timeline = costmodel.simulate(graph, programs, prices)
-    faults = list(_memory_faults(timeline, graph.cluster))
+    faults = list(memory_faults(timeline, graph.cluster))
     if isinstance(strategy_or_plan, Plan):
-        faults += _differences(strategy_or_plan, programs, timeline, predictions=costs is None)
+        faults += differences(strategy_or_plan, programs, timeline, predictions=costs is None)
     if faults:
         raise PlanError("the plan does not hold:", faults)
     fullest, device = max(
@@ -189,44 +186,6 @@ def make_plan(strategy: Strategy, model: Model, cluster: Cluster, costs: CostTab
     )  # fmt: skip
     verify(plan)
     return plan
-
-
-def _memory_faults(timeline: Timeline, cluster: Cluster) -> Iterable[str]:
-    for lane in timeline.lanes:
-        for id in lane.devices:
-            limit = cluster.device(id).type.usable_bytes
-            if lane.peak_memory_bytes > limit:
-                yield (
-                    f"device {id} ({cluster.device(id).type.name}) needs {lane.peak_memory_bytes / GIB:.2f} GiB at its peak, "
-                    f"of which {lane.static_memory_bytes / GIB:.2f} GiB are weights, gradients and optimizer states; "
-                    f"it has {limit / GIB:.2f} GiB: {(lane.peak_memory_bytes - limit) / GIB:.2f} GiB too much"
-                )
-
-
-def _differences(plan: Plan, programs: Sequence[Program], timeline: Timeline, *, predictions: bool) -> Iterable[str]:
-    """Say where a stored plan is not what its own strategy gives."""
-    if len(plan.programs) != len(programs):
-        yield f"the plan stores {len(plan.programs)} programs, its strategy lowers to {len(programs)}"
-    for stored, lowered in zip(plan.programs, programs, strict=False):
-        if stored == lowered:
-            continue
-        names = ", ".join(p.text for p in lowered.places)
-        where = next((s for s in lowered.streams if stored.streams.get(s) != lowered.streams[s]), "ranks or places")
-        pairs = zip(stored.streams.get(where, ()), lowered.streams.get(where, ()), strict=False)
-        first = next((f": it stores {a.text}, expected {b.text}" for a, b in pairs if a != b), "")
-        yield f"the program of {names} differs from what the strategy lowers to, in '{where}'{first}"
-    if predictions:
-        for name in ("step_time_s", "makespan_s"):
-            kept, found = getattr(plan, name), getattr(timeline, name)
-            if not math.isclose(kept, found, rel_tol=SAME):
-                yield f"{name} is stored as {kept:.9g}, the simulator finds {found:.9g}"
-        kept_bytes, found_bytes = plan.peak_memory_bytes, timeline.peak_memory_bytes
-        if len(kept_bytes) != len(found_bytes):
-            yield f"peak_memory_bytes is stored for {len(kept_bytes)} ranks, the plan has {len(found_bytes)}"
-        else:
-            for rank, (a, b) in enumerate(zip(kept_bytes, found_bytes, strict=True)):
-                if not math.isclose(a, b, rel_tol=SAME):
-                    yield f"peak_memory_bytes of rank {rank} is stored as {a:.9g}, the simulator finds {b:.9g}"
 
 
 def _refuse(name: str, came: Any, allowed: str) -> None:
