@@ -84,14 +84,19 @@ class Durations:
         own_s = {"F": host.forward_s, "B": host.backward_s, "I": host.backward_s}.get(kind, 0.0)
         return own_s + (0.0 if kind == "W" else neighbours * host.message_s)
 
+    def of_pass(self, node: Node) -> tuple[float, float, list[float]]:
+        """Return what `compute` says of a node that is F, B, I or W."""
+        place = self.programs[node.programs[0]].places[0]
+        stage = self.graph.stage(place)
+        samples = stage.slices[node.actions[0].micro_batch or 0][place.member]
+        return self.compute(node.kind, stage, place.member, samples)
+
     def seconds(self, node: Node) -> float:
         """Return the duration of a node once it has started."""
+        if node.kind in ("F", "B", "I", "W"):
+            return self.of_pass(node)[0]
         action = node.actions[0]
         place = self.programs[node.programs[0]].places[0]
-        if node.kind in ("F", "B", "I", "W"):
-            stage = self.graph.stage(place)
-            samples = stage.slices[action.micro_batch or 0][place.member]
-            return self.compute(node.kind, stage, place.member, samples)[0]
         if node.kind == "TRANSFER":
             low, high = action.samples or (0, 0)
             return self._transfer(self.graph.stage(place), place, node.actions[0].kind, action.peer or 0, high - low)
@@ -163,12 +168,11 @@ class Durations:
         device_type = self.devices[stage.members[place.member][0]].type.name
         model = self.graph.model
         held = [b for b in block.blocks if stage.start <= b < stage.stop]
-        tied_in = {b: sum(t.parameters for t in model.tied if b in t.blocks) for b in held}
         total = 0.0
         for b in held[-1:] if block.kind == "tied" else held:
             spec = model.blocks[b]
             price = self.prices.curve(spec.kind, device_type, stage.tensor_parallel_size)[0]
-            own = block.elements if block.kind == "tied" else spec.parameters - tied_in[b]
+            own = block.elements if block.kind == "tied" else model.untied_parameters(b)
             total += price.update_s * (own / spec.parameters if spec.parameters else 1.0)
         return total
 

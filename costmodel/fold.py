@@ -41,7 +41,7 @@ def predict(
     walks = prepare(graph, programs, costs, joint)
     start, end = walks.walk({})
     second = walks.walk(walks.carried_over(end))[1]
-    return _prediction(graph, programs, walks, start, end, second)
+    return _prediction(programs, walks, start, end, second)
 
 
 def predict_folded(
@@ -66,18 +66,18 @@ def predict_folded(
     again = _shifts(graph, programs, walks.joint, second_start, left_out)
     if again is None or any(abs(again[n] - s) > _allowed(s) for n, s in later.items()):
         return None
-    return _prediction(graph, programs, walks, start, end, second)
+    return _prediction(programs, walks, start, end, second)
 
 
 def _prediction(
-    graph: TrainingGraph, programs: Sequence[Program], walks: Walks, start: Sequence[float], end: Sequence[float],
+    programs: Sequence[Program], walks: Walks, start: Sequence[float], end: Sequence[float],
     second: Sequence[float],
 ) -> Prediction:  # fmt: skip
     """Sum up two steps: where the first starts and ends its nodes, where the second ends them."""
     makespan_s = max(end, default=0.0)
     peaks: dict[int, float] = {}
     for number, program in enumerate(programs):
-        peak_bytes = memory(graph, program, number, walks.joint, walks.durations, start, end)[1]
+        peak_bytes = memory(number, walks.joint, walks.durations, start, end)[1]
         peaks |= dict.fromkeys(program.ranks, peak_bytes)
     return Prediction(
         step_time_s=max(second, default=0.0) - makespan_s,
@@ -122,14 +122,13 @@ def _rhythm(
     place = program.places[0]
     stages = len(graph.pipelines[place.pipeline].stages)
     rows: dict[tuple[str, str], list[float]] = {}
-    for (owner, stream), nodes in joint.streams.items():
-        if owner == number:
-            for n in nodes:
-                entry = joint.nodes[n]
-                if entry.kind in ("F", "B"):
-                    rows.setdefault((entry.kind, stream), []).append(start[n])
-                elif entry.kind == "TRANSFER" and entry.programs[0] == number:
-                    rows.setdefault((entry.actions[0].kind[-1], stream), []).append(start[n])
+    for stream, nodes in joint.by_program.get(number, {}).items():
+        for n in nodes:
+            entry = joint.nodes[n]
+            if entry.kind in ("F", "B"):
+                rows.setdefault((entry.kind, stream), []).append(start[n])
+            elif entry.kind == "TRANSFER" and entry.programs[0] == number:
+                rows.setdefault((entry.actions[0].kind[-1], stream), []).append(start[n])
     forwards = len(rows.get(("F", COMPUTE_STREAM), ()))
     if not forwards:
         return 1, 0.0

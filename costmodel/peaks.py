@@ -6,23 +6,16 @@ from collections.abc import Sequence
 
 from autopiper.costmodel.durations import Durations
 from autopiper.costmodel.memory import boundary_bytes, stage_kept_bytes, stage_workspace_bytes, static_bytes
-from autopiper.ir.graph import GraphStage, TrainingGraph
 from autopiper.ir.joint import Joint
 from autopiper.ir.lower import RECEIVE_DEPTH
-from autopiper.plan.actions import COMPUTE_STREAM, Program
+from autopiper.plan.actions import COMPUTE_STREAM
 
 TIE = 1e-10
 """Of two moments that differ by less than this, relative, neither is later: sums of floats differ by as much."""
 
 
 def memory(
-    graph: TrainingGraph,
-    program: Program,
-    number: int,
-    joint: Joint,
-    durations: Durations,
-    start: Sequence[float],
-    end: Sequence[float],
+    number: int, joint: Joint, durations: Durations, start: Sequence[float], end: Sequence[float]
 ) -> tuple[float, float, int]:
     """Return (static bytes, peak bytes, peak live micro-batches) of the ranks of Program `number`.
 
@@ -30,6 +23,7 @@ def memory(
     posted (the one before has arrived, and the one before that is used up) until the pass that uses it is over; a sent
     one from the pass that made it until it has gone.
     """
+    graph, program = durations.graph, durations.programs[number]
     place = program.places[0]
     stage = graph.stage(place)
     tp = stage.tensor_parallel_size
@@ -60,14 +54,15 @@ def memory(
             begun[mb] = start[node]
         elif entry.kind in ("B", "W") and mb in begun:
             hold(begun[mb], end[node], kept[stage.slices[mb][place.member]], 1)
-    for (owner, stream), nodes in joint.streams.items():
-        if owner != number or not nodes or joint.nodes[nodes[0]].kind != "TRANSFER":
+    for nodes in joint.by_program.get(number, {}).values():
+        if not nodes or joint.nodes[nodes[0]].kind != "TRANSFER":
             continue
-        per_sample = _message_bytes(graph, stage, stream, joint, nodes[0], number, durations)
+        below = joint.nodes[nodes[0]].action_of(number).kind in ("SEND_B", "RECV_F")
+        cut = stage.start if below else stage.stop
+        per_sample = boundary_bytes(graph.model, graph.training, durations.costs, cut)
         used_up: list[float] = []
         for place_in_channel, node in enumerate(nodes):
-            entry = joint.nodes[node]
-            action = entry.actions[entry.programs.index(number)]
+            action = joint.nodes[node].action_of(number)
             low, high = action.samples or (0, 0)
             mb = action.micro_batch or 0
             passes = ("F",) if action.kind.endswith("F") else ("B", "I")
@@ -86,14 +81,3 @@ def memory(
         total, live = total + num_bytes, live + count
         peak, most = max(peak, total), max(most, live)
     return static, static + peak + workspace, most
-
-
-def _message_bytes(
-    graph: TrainingGraph, stage: GraphStage, stream: str, joint: Joint, node: int, number: int, durations: Durations
-) -> float:
-    """Bytes of one sample on a channel, on each tensor-parallel rank of its end."""
-    entry = joint.nodes[node]
-    action = entry.actions[entry.programs.index(number)]
-    below = action.kind in ("SEND_B", "RECV_F")
-    cut = stage.start if below else stage.stop
-    return boundary_bytes(graph.model, graph.training, durations.costs, cut)

@@ -37,7 +37,7 @@ def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable
     makespan_s = max(end, default=0.0)
     lanes = []
     for number, program in enumerate(programs):
-        static, peak, live = memory(graph, program, number, joint, durations, start, end)
+        static, peak, live = memory(number, joint, durations, start, end)
         lanes.append(
             Lane(
                 ranks=program.ranks,
@@ -46,7 +46,7 @@ def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable
                 peak_memory_bytes=peak,
                 static_memory_bytes=static,
                 peak_live_activations=live,
-                time=_rank_time(graph, program, number, joint, durations, start, end, makespan_s),
+                time=_rank_time(number, joint, durations, start, end, makespan_s),
             )
         )
     precision = graph.training.precision or "fp32"
@@ -116,28 +116,21 @@ def _below(joint: Joint, durations: Durations) -> dict[tuple[int, int], float]:
         for source, block in waits:
             if block is not None and (source, block) not in found:
                 node = joint.nodes[source]
-                place = durations.programs[node.programs[0]].places[0]
-                stage = durations.graph.stage(place)
-                samples = stage.slices[node.actions[0].micro_batch or 0][place.member]
-                steps = durations.compute(node.kind, stage, place.member, samples)[2]
-                found[source, block] = steps[block - stage.start]
+                stage = durations.graph.stage(durations.programs[node.programs[0]].places[0])
+                found[source, block] = durations.of_pass(node)[2][block - stage.start]
     return found
 
 
 def _events(number: int, joint: Joint, start: Sequence[float], end: Sequence[float]) -> list[Event]:
     found = []
-    for (program, stream), nodes in joint.streams.items():
-        if program == number:
-            for node in nodes:
-                entry = joint.nodes[node]
-                text = entry.actions[entry.programs.index(number)].text
-                found.append(Event(action=text, stream=stream, start_s=start[node], end_s=end[node]))
+    for stream, nodes in joint.by_program.get(number, {}).items():
+        for node in nodes:
+            text = joint.nodes[node].action_of(number).text
+            found.append(Event(action=text, stream=stream, start_s=start[node], end_s=end[node]))
     return sorted(found, key=lambda e: (e.start_s, e.end_s))
 
 
 def _rank_time(
-    graph: TrainingGraph,
-    program: Program,
     number: int,
     joint: Joint,
     durations: Durations,
@@ -146,18 +139,13 @@ def _rank_time(
     makespan_s: float,
 ) -> RankTime:
     """Say where the step of one Program went: a gap is exposed communication as far as that ended it."""
-    place = program.places[0]
-    stage = graph.stage(place)
     compute_s = recompute_s = now = 0.0
     exposed: dict[str, float] = {}
     for node in joint.streams.get((number, COMPUTE_STREAM), ()):
         for kind, waited_s in _exposed(joint, node, now, start, end):
             exposed[kind] = exposed.get(kind, 0.0) + waited_s
-        again = 0.0
         entry = joint.nodes[node]
-        if entry.kind in ("B", "I"):
-            samples = stage.slices[entry.actions[0].micro_batch or 0][place.member]
-            again = durations.compute(entry.kind, stage, place.member, samples)[1]
+        again = durations.of_pass(entry)[1] if entry.kind in ("B", "I") else 0.0
         recompute_s += again
         compute_s += end[node] - start[node] - again
         now = end[node]

@@ -97,9 +97,8 @@ def _own_share(model: Model) -> Array:
     """Of each block's parameters, the share that is not tied to another block."""
     own = np.ones(len(model.blocks))
     for b, block in enumerate(model.blocks):
-        tied = sum(t.parameters for t in model.tied if b in t.blocks)
         if block.parameters:
-            own[b] = 1 - tied / block.parameters
+            own[b] = model.untied_parameters(b) / block.parameters
     return own
 
 

@@ -183,8 +183,7 @@ def least_step_s(prices: Prices, layout: Layout) -> float:
 def _reduced_s(prices: Prices, layout: Layout, stage: int, start: int, stop: int) -> float:
     """Return the least seconds in which a stage's own gradients are summed: in one piece, alone on the network."""
     model, tp = prices.model, layout.tensor_parallel_size
-    tied = sum(t.parameters for t in model.tied for b in t.blocks if start <= b < stop)
-    elements = sum(b.parameters for b in model.blocks[start:stop]) - tied
+    elements = sum(model.untied_parameters(b) for b in range(start, stop))
     holders = [layout.member(stage, r) for r in range(layout.data_parallel_size)]
     num_bytes = elements * prices.training.gradient_bytes / tp
     return all_reduce_s(prices.costs, prices.cluster, holders, num_bytes, sharing=tp)

@@ -24,17 +24,13 @@ def holders_of_block(graph: TrainingGraph, block: int) -> tuple[Place, ...]:
 def gradient_blocks(graph: TrainingGraph) -> tuple[GradientBlock, ...]:
     """Divide all parameters into gradient blocks, in backward order, tied parameters last (they are final last)."""
     model = graph.model
-    tied_in = [0] * len(model.blocks)
-    for tied in model.tied:
-        for block in tied.blocks:
-            tied_in[block] += tied.parameters
     found: list[GradientBlock] = []
     run: list[int] = []
     run_holders: tuple[Place, ...] = ()
 
     def close() -> None:
         if run:
-            sizes = [model.blocks[b].parameters - tied_in[b] for b in run]
+            sizes = [model.untied_parameters(b) for b in run]
             if sum(sizes):
                 found.append(_make(graph, len(found), "dense", tuple(run), sizes, run_holders, None))
 

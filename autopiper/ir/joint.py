@@ -25,6 +25,10 @@ class Node:
     """Programs that take part; of a transfer the sender first."""
     actions: list[Action] = field(default_factory=list)
 
+    def action_of(self, program: int) -> Action:
+        """Return what this event is to one of the Programs that take part."""
+        return self.actions[self.programs.index(program)]
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -38,6 +42,14 @@ class Joint:
     streams: dict[tuple[int, str], list[int]]
     """(program, stream) -> its nodes in order."""
     faults: list[str]
+
+    @cached_property
+    def by_program(self) -> dict[int, dict[str, list[int]]]:
+        """Program -> stream -> its nodes in order."""
+        found: dict[int, dict[str, list[int]]] = {}
+        for (program, stream), nodes in self.streams.items():
+            found.setdefault(program, {})[stream] = nodes
+        return found
 
     @cached_property
     def topological(self) -> tuple[list[int], list[int]]:

@@ -171,6 +171,10 @@ class Model:
         """Model FLOPs of one sample's forward and backward (no recompute): the numerator of MFU."""
         return sum(b.forward_flops + b.backward_input_flops + b.backward_weight_flops for b in self.blocks)
 
+    def untied_parameters(self, block: int) -> int:
+        """Parameters of a block that no other block uses."""
+        return self.blocks[block].parameters - sum(t.parameters for t in self.tied if block in t.blocks)
+
     def stage_parameters(self, start: int, stop: int) -> int:
         """Parameters that a stage [start, stop) holds; a tied one used twice in it is one copy."""
         total = sum(b.parameters for b in self.blocks[start:stop])

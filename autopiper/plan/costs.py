@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -227,13 +226,6 @@ class CostTable:
             output_bytes=None if output_bytes is None else tuple(output_bytes),
             source="given layer times",
         )  # fmt: skip
-
-    @staticmethod
-    def from_json(text: str) -> CostTable:
-        """Read a table from JSON text."""
-        from autopiper.plan import file
-
-        return file.decode(json.loads(text), "costs", CostTable, CostError)
 
 
 class PriceIndex:
