@@ -125,8 +125,14 @@ def _events(number: int, joint: Joint, start: Sequence[float], end: Sequence[flo
     found = []
     for stream, nodes in joint.by_program.get(number, {}).items():
         for node in nodes:
-            text = joint.nodes[node].action_of(number).text
-            found.append(Event(action=text, stream=stream, start_s=start[node], end_s=end[node]))
+            action = joint.nodes[node].action_of(number)
+            found.append(
+                Event(
+                    action=action.text, stream=stream, start_s=start[node], end_s=end[node], kind=action.kind,
+                    pipeline=None if action.stage is None else action.pipeline, stage=action.stage,
+                    micro_batch=action.micro_batch, node=node,
+                )
+            )  # fmt: skip
     return sorted(found, key=lambda e: (e.start_s, e.end_s))
 
 

@@ -13,6 +13,37 @@ class Event:
     stream: str
     start_s: float
     end_s: float
+    kind: str = ""
+    """Kind of the action, as `Action.kind`: F, B, I, W, SEND_F, REDUCE_GRAD, A2A_B, UPDATE …; empty where not known."""
+    pipeline: int | None = None
+    stage: int | None = None
+    micro_batch: int | None = None
+    node: int = -1
+    """Number of the node of the joint graph, one for all events of it on whatever lane: both ends of a message, all
+    members of a collective. -1 where it is not known, as of a measured step."""
+
+
+@data
+class MemoryPoint:
+    """What the memory of a rank holds from `time_s` on, until the next point; bytes by what they are for."""
+
+    time_s: float
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    buffers_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """Sum of the categories."""
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.buffers_bytes
+        )
 
 
 @data
@@ -45,6 +76,8 @@ class Lane:
     peak_live_activations: int
     """Most micro-batches between their F and their B at any time, summed over the stages held."""
     time: RankTime
+    memory: tuple[MemoryPoint, ...] = ()
+    """Memory over the step, in the order of time: each point holds until the next. Empty where it is not known."""
 
 
 @data
