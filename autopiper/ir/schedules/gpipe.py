@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from autopiper.ir.graph import Pass
+from autopiper.ir.schedules.chain import chain
+from autopiper.ir.schedules.greedy import greedy
+from autopiper.ir.schedules.layout import Family, Layout, Rows
 
 
-def order(stage: int, num_stages: int, num_micro_batches: int) -> list[Pass]:
-    """Bubble of equal stages: (num_stages - 1)(F + B); every micro-batch is live at once."""
-    forwards = [Pass(kind="F", micro_batch=m) for m in range(num_micro_batches)]
-    return forwards + [Pass(kind="B", micro_batch=m) for m in reversed(range(num_micro_batches))]
+def rows(layout: Layout) -> Rows:
+    """Bubble of equal stages: (R - 1)(F + B); every micro-batch is live at once.
+
+    Any map: the forwards in rounds of R micro-batches, the backwards in their mirror image, for what suits the one
+    suits the other.
+    """
+    c = chain(layout)
+    everything = [c.num_stages * c.num_micro_batches] * c.num_ranks
+    forwards = greedy(c, kinds="F", live=everything, round=c.num_ranks)
+    return c.rows([row + [(c.make("B", p.stage, p.micro_batch),) for (p,) in reversed(row)] for row in forwards])
+
+
+FAMILY = Family(name="gpipe", source="GPipe, Huang et al., arXiv 1811.06965", rows=rows, stage_map="any")
