@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autopiper.errors import PlanError as PlanError
     from autopiper.errors import RuntimeFault as RuntimeFault
     from autopiper.model import Model as Model
+    from autopiper.model.annotations import annotate as annotate
     from autopiper.plan import CostTable as CostTable
     from autopiper.plan import Plan as Plan
     from autopiper.plan import Space as Space
@@ -56,6 +57,7 @@ _WHERE = {
     **dict.fromkeys(("make_plan", "optimize", "price", "profile", "simulate", "verify"), "autopiper.api"),
     "Cluster": "autopiper.cluster",
     "Model": "autopiper.model",
+    "annotate": "autopiper.model.annotations",
     **dict.fromkeys(
         ("CostTable", "Plan", "Space", "Strategy", "Timeline", "Training", "load_plan"), "autopiper.plan"
     ),

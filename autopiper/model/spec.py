@@ -1,124 +1,26 @@
-"""Model and Block as data.
-
-Counts are per *sample* (one sequence of `Model.sequence_length` tokens for language models) and in *elements* where
-the bytes depend on the precision, which is not the model's business but `Training`'s.
-"""
+"""Model as data: blocks, edges, ties and annotations, and the ways to describe one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopiper._data import data, require
 from autopiper.errors import ModelError
+from autopiper.model import annotations as regions
+from autopiper.model.annotations import Annotation
+from autopiper.model.parts import Block, Edge, TensorSpec, TiedParameter
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["RECOMPUTE_CHOICES", "Annotation", "Block", "Edge", "Model", "TensorSpec", "TiedParameter"]
+
 RECOMPUTE_CHOICES = ("none", "selective", "full")
-
-
-@data
-class TensorSpec:
-    """One tensor of one sample: its shape leaves the batch dimension out."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "activation"
-    """"activation" = the floating type that `Training.precision` gives; otherwise a torch name such as "int64"."""
-
-    @property
-    def elements(self) -> int:
-        """Elements of one sample."""
-        return math.prod(self.shape)
-
-    def bytes(self, activation_bytes: float) -> float:
-        """Bytes of one sample, `activation_bytes` being those of one activation element."""
-        fixed = {"int64": 8, "int32": 4, "bool": 1, "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-        return self.elements * fixed.get(self.dtype, activation_bytes)
-
-
-@data
-class Block:
-    """The smallest unit of assignment to a stage: one layer, embedding or head, with its parameters."""
-
-    name: str
-    kind: str
-    """Blocks of one kind are equal in everything but their name, and are priced once."""
-    dense_parameters: int = 0
-    """Parameters that every replica holds, tied ones included."""
-    expert_parameters: int = 0
-    """Parameters of routed experts, which expert parallelism divides."""
-    replicated_parameters: int = 0
-    """Of the dense ones, those that every tensor-parallel rank holds whole (norms, routers)."""
-    forward_flops: float = 0.0
-    """Matrix work of one forward, 2 FLOP per multiply-add."""
-    backward_input_flops: float = 0.0
-    """Matrix work of the gradient for the input (I)."""
-    backward_weight_flops: float = 0.0
-    """Matrix work of the gradient for the weights (W)."""
-    forward_moved_elements: float = 0.0
-    """Activation elements read and written by the memory-bound operations of one forward."""
-    kernels: int = 1
-    """Kernel launches of one forward, whatever the number of samples."""
-    kept_elements: float = 0.0
-    """Elements kept from F to B (or W) without recompute, in the training precision."""
-    kept_elements_selective: float = 0.0
-    """The same under selective recompute (the attention core is computed again)."""
-    kept_replicated_elements: float = 0.0
-    """Of the kept ones, those that tensor parallelism does not divide unless sequence parallelism does."""
-    kept_fp32_elements: float = 0.0
-    """Elements kept in fp32 whatever the precision (logits for the loss)."""
-    tensor_divisors: tuple[tuple[str, int], ...] = ()
-    """Named counts that a tensor-parallel size must divide, e.g. (("num_attention_heads", 32),)."""
-    tensor_collectives: int = 0
-    """All-reduces among tensor-parallel ranks in one forward; a backward has as many."""
-    tensor_collective_elements: float = 0.0
-    """Elements that they sum in one forward, all together."""
-    segments: tuple[str, ...] = ("all",)
-    """Parts between annotated boundaries; one so far."""
-
-    def __post_init__(self) -> None:
-        for field in (
-            "dense_parameters", "expert_parameters", "replicated_parameters", "forward_flops",
-            "backward_input_flops", "backward_weight_flops", "forward_moved_elements", "kernels", "kept_elements",
-            "kept_elements_selective", "kept_replicated_elements", "kept_fp32_elements",
-        ):  # fmt: skip
-            value = getattr(self, field)
-            if not (value >= 0 and math.isfinite(value)):
-                raise ModelError(f"block '{self.name}': {field} is {value}; it must be zero or more and finite")
-        if self.segments != ("all",):
-            raise ModelError(
-                f"block '{self.name}': segments is {self.segments}; only one segment, ('all',), can be planned yet"
-            )
-
-    @property
-    def parameters(self) -> int:
-        """All parameters of the block."""
-        return self.dense_parameters + self.expert_parameters
-
-
-@data
-class Edge:
-    """What `target` reads of the output of `source` (block indices, source < target)."""
-
-    source: int
-    target: int
-    tensors: tuple[TensorSpec, ...]
-
-
-@data
-class TiedParameter:
-    """One parameter used by several blocks; each of them counts it in `dense_parameters`."""
-
-    name: str
-    blocks: tuple[int, ...]
-    parameters: int
 
 
 @data
@@ -137,6 +39,8 @@ class Model:
     """The published global batch size of a preset, in samples of its published sequence length."""
     source: str = "numbers"
     """Where the description came from: a preset, a config.json, a module."""
+    annotations: tuple[Annotation, ...] = ()
+    """Regions that directives pick out by tag. They are about the strategy: the fingerprint leaves them out."""
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -160,6 +64,7 @@ class Model:
                     f"tied parameter '{tied.name}' has {tied.parameters} elements, but block '{least.name}', which uses it, "
                     f"has {least.dense_parameters} dense parameters; each block counts the tied ones too"
                 )
+        regions.check(self.annotations, len(self.blocks), self.name)
 
     @property
     def parameters(self) -> int:
@@ -189,12 +94,20 @@ class Model:
         return tuple({(e.source, t.name): t for e in crossing for t in e.tensors}.values())
 
     def fingerprint(self) -> str:
-        """16 hex digits of everything that a plan depends on; names of presets and blocks do not count."""
+        """16 hex digits of everything that a plan depends on; names of presets and annotations do not count."""
         content = asdict(self)
-        for key in ("name", "source", "global_batch_size"):
+        for key in ("name", "source", "global_batch_size", "annotations"):
             del content[key]
         text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def annotate(self, name: str, *ranges: tuple[int, int]) -> Model:
+        """Return the model with a region called `name` for each range of blocks [start, stop), under the next numbers.
+
+        E.g. `model.annotate("PP", (0, 3), (3, 7))`. Raises ModelError where regions of one name overlap, leave the
+        blocks or are not in their order, or the name is reserved (PIPE, MB, PASS).
+        """
+        return replace(self, annotations=regions.appended(self.annotations, name, ranges))
 
     def with_sequence_length(self, sequence_length: int) -> Model:
         """Refuse: the work of a sample is not proportional to its length; describe the model again instead."""

@@ -2,113 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from autopiper._data import data
 from autopiper.errors import CostError, nearest
+from autopiper.plan.prices import (
+    DEFAULT_OVERLAPS,
+    BlockCost,
+    Evidence,
+    HostCost,
+    LinkCost,
+    OverlapCost,
+    blend,
+    scaled,
+)
 
-Evidence = Literal["analytic", "measured", "interpolated", "given"]
+__all__ = [
+    "ANY",
+    "DEFAULT_OVERLAPS",
+    "BlockCost",
+    "CostTable",
+    "Evidence",
+    "HostCost",
+    "LinkCost",
+    "OverlapCost",
+    "PriceIndex",
+]
+
 ANY = "*"
 """A device type of this name stands for every type."""
-
-
-@data
-class BlockCost:
-    """Prices of one block kind on one device type at one tensor-parallel size, for a slice of `samples` samples.
-
-    Times include tensor-parallel collectives; `*_collective_s` says how much of them that is.
-    """
-
-    kind: str
-    device_type: str
-    samples: int
-    tensor_parallel_size: int = 1
-    forward_s: float
-    backward_s: float
-    """Fused backward (B)."""
-    backward_input_s: float
-    """Backward for the input (I)."""
-    backward_weight_s: float
-    """Backward for the weights (W)."""
-    forward_collective_s: float = 0.0
-    backward_collective_s: float = 0.0
-    update_s: float = 0.0
-    """Optimizer step of the whole block (of one tensor-parallel shard); does not depend on samples."""
-    kept_bytes: float = 0.0
-    """Kept from F until B without recompute."""
-    kept_bytes_selective: float = 0.0
-    kept_bytes_full: float = 0.0
-    """Kept under full recompute: the block's input."""
-    selective_forward_s: float = 0.0
-    """What selective recompute runs again in the backward."""
-    workspace_bytes: float = 0.0
-    """Short-lived memory of F or B on top of what is kept."""
-    evidence: Evidence = "given"
-    relative_error: float = 0.0
-    """Half-width of the error bar, relative."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "forward_s", "backward_s", "backward_input_s", "backward_weight_s", "update_s", "kept_bytes",
-            "kept_bytes_selective", "kept_bytes_full", "workspace_bytes", "forward_collective_s",
-            "backward_collective_s", "selective_forward_s", "relative_error",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise CostError(f"{name} of block kind '{self.kind}' is {value}; it must be zero or more and finite")
-        if self.samples < 1 or self.tensor_parallel_size < 1:
-            raise CostError(f"block kind '{self.kind}': samples and tensor_parallel_size must be 1 or more")
-
-
-@data
-class LinkCost:
-    """Measured or given price of a tier ("node", "network" or a tier's name); it wins over the cluster's figures."""
-
-    tier: str
-    latency_s: float
-    bytes_per_s: float
-    evidence: Evidence = "measured"
-    relative_error: float = 0.0
-
-
-@data
-class HostCost:
-    """What a rank of a device type spends beside its blocks, where it keeps the device from computing."""
-
-    device_type: str
-    forward_s: float = 0.0
-    """Of each forward of a stage: the call of the model, masks, position tables."""
-    backward_s: float = 0.0
-    message_s: float = 0.0
-    """Of each message sent or received: the backend's work, where it runs on the device itself (CPU ranks)."""
-    evidence: Evidence = "measured"
-
-    def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "message_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise CostError(f"{name} of host '{self.device_type}' is {value}; it must be zero or more and finite")
-
-
-def _blend(a: BlockCost, b: BlockCost, samples: int) -> BlockCost:
-    """Interpolate linearly in samples between two entries."""
-    weight = (samples - a.samples) / (b.samples - a.samples)
-    numbers = {
-        name: getattr(a, name) + weight * (getattr(b, name) - getattr(a, name))
-        for name in (
-            "forward_s", "backward_s", "backward_input_s", "backward_weight_s", "forward_collective_s",
-            "backward_collective_s", "update_s", "kept_bytes", "kept_bytes_selective", "kept_bytes_full",
-            "selective_forward_s", "workspace_bytes",
-        )
-    }  # fmt: skip
-    error = max(a.relative_error, b.relative_error)
-    evidence: Evidence = "given" if a.evidence == b.evidence == "given" else "interpolated"
-    return replace(a, samples=samples, evidence=evidence, relative_error=error, **numbers)
 
 
 @data
@@ -119,6 +44,8 @@ class CostTable:
     links: tuple[LinkCost, ...] = ()
     hosts: tuple[HostCost, ...] = ()
     """Per device type, where measured; else ranks spend nothing beside their blocks."""
+    overlaps: tuple[OverlapCost, ...] = DEFAULT_OVERLAPS
+    """Kinds of work that slow each other down; pairs that are not listed do not."""
     precision: str | None = None
     """Precision that the prices hold for; None = not stated."""
     optimizer: str | None = None
@@ -136,6 +63,11 @@ class CostTable:
         if len(set(keys)) != len(keys):
             twice = next(k for k in keys if keys.count(k) > 1)
             raise CostError(f"two prices for (kind, device type, tensor-parallel size, samples) = {twice}; keep one")
+        pairs = [(o.kind, o.under) for o in self.overlaps]
+        if len(set(pairs)) != len(pairs):
+            raise CostError(
+                f"two slowdowns for (kind, under) = {next(p for p in pairs if pairs.count(p) > 1)}; keep one"
+            )
 
     def index(self) -> PriceIndex:
         """Return the look-up over these prices; make it once and keep it, it caches."""
@@ -144,6 +76,7 @@ class CostTable:
     def merge(self, other: CostTable) -> CostTable:
         """Join two tables (profiles of different device types come from different machines); `other` wins.
 
+        Only where `other` has the default slowdown of a pair, that of this table stays.
         Raises CostError where they hold for different precisions or optimizers.
         """
         for name in ("precision", "optimizer", "proportional"):
@@ -153,11 +86,16 @@ class CostTable:
         blocks = {(b.kind, b.device_type, b.tensor_parallel_size, b.samples): b for b in (*self.blocks, *other.blocks)}
         links = {link.tier: link for link in (*self.links, *other.links)}
         hosts = {host.device_type: host for host in (*self.hosts, *other.hosts)}
+        own = {(o.kind, o.under): o for o in self.overlaps}
+        overlaps = own | {
+            p: o for o in other.overlaps if (p := (o.kind, o.under)) not in own or o not in DEFAULT_OVERLAPS
+        }
         return replace(
             self,
             blocks=tuple(blocks.values()),
             links=tuple(links.values()),
             hosts=tuple(hosts.values()),
+            overlaps=tuple(overlaps.values()),
             precision=self.precision or other.precision,
             optimizer=self.optimizer or other.optimizer,
             parameter_bytes=other.parameter_bytes or self.parameter_bytes,
@@ -280,14 +218,7 @@ class PriceIndex:
     def _price(self, kind: str, device_type: str, tensor_parallel_size: int, samples: int) -> BlockCost:
         curve = self.curve(kind, device_type, tensor_parallel_size)
         if self.costs.proportional:
-            unit = curve[0]
-            scale = samples / unit.samples
-            return replace(
-                unit, samples=samples, forward_s=unit.forward_s * scale, backward_s=unit.backward_s * scale,
-                backward_input_s=unit.backward_input_s * scale, backward_weight_s=unit.backward_weight_s * scale,
-                kept_bytes=unit.kept_bytes * scale, kept_bytes_selective=unit.kept_bytes_selective * scale,
-                kept_bytes_full=unit.kept_bytes_full * scale,
-            )  # fmt: skip
+            return scaled(curve[0], samples)
         sizes = [e.samples for e in curve]
         at = bisect_left(sizes, samples)
         if at < len(sizes) and sizes[at] == samples:
@@ -297,4 +228,4 @@ class PriceIndex:
                 f"block kind '{kind}' on '{device_type}' is priced for slices of {sizes[0]}..{sizes[-1]} samples; "
                 f"{samples} is outside, and prices are not extrapolated; profile or price that size"
             )
-        return _blend(curve[at - 1], curve[at], samples)
+        return blend(curve[at - 1], curve[at], samples)
