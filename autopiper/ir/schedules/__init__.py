@@ -12,13 +12,16 @@ from typing import Any
 
 from autopiper._data import require
 from autopiper.errors import PlanError, nearest
-from autopiper.ir.schedules import gpipe, interleaved, one_f_one_b
+from autopiper.ir.schedules import dual_pipe, dual_pipe_v, eager, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zb_v
 from autopiper.ir.schedules.layout import Family, Layout, Rows
 from autopiper.plan.passes import Pass
 
 __all__ = ["FAMILIES", "Family", "Layout", "Rows", "order", "rows"]
 
-FAMILIES: dict[str, Family] = {each.FAMILY.name: each.FAMILY for each in (gpipe, one_f_one_b, interleaved)}
+FAMILIES: dict[str, Family] = {
+    each.FAMILY.name: each.FAMILY
+    for each in (gpipe, one_f_one_b, interleaved, eager, zb_h1, zb_h2, zb_v, dual_pipe, dual_pipe_v)
+}
 
 
 def rows(family: str, layout: Layout, parameters: Mapping[str, Any]) -> Rows:
