@@ -18,9 +18,8 @@ def alternate(
 ) -> list[PassGroup]:
     """Return one rank's row: `warmup` forwards, then a forward and a backward in turn, then the backwards left over.
 
-    `forwards` and `backwards` are its (stage, micro-batch) in order; those past the last micro-batch are left out in
-    the end, so that whole rounds may be given. `delay`: split the backwards, each W after the I that comes `delay` I
-    after its own, the last ones at the end; None = fused.
+    `forwards` and `backwards` are its (stage, micro-batch) in order. `delay`: split the backwards, each W after the
+    I that comes `delay` I after its own, the last ones at the end; None = fused.
     """
     warmup = min(warmup, len(forwards))
     back = "B" if delay is None else "I"
@@ -32,7 +31,7 @@ def alternate(
             out.append(("W", *backwards[n - delay]))
     if delay is not None:
         out += [("W", *b) for b in backwards[max(0, len(backwards) - delay) :]]
-    return [(c.make(*each),) for each in out if each[2] < c.num_micro_batches]
+    return [(c.make(*each),) for each in out]
 
 
 def one_stage(c: Chain, rank: int, *, warmup: int, delay: int | None = None) -> list[PassGroup]:
