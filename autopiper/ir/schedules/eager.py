@@ -20,7 +20,7 @@ def rows(layout: Layout, forwards_per_hop: int = 2) -> Rows:
         raise PlanError(f"forwards_per_hop is {forwards_per_hop}; it must be 1 (as 1f1b) or more; the paper's is 2")
     c = chain(layout)
     if not c.is_one:
-        return c.rows(greedy(c, live=[forwards_per_hop * (n - 1) + 1 for n in ahead(c)]))
+        return c.rows(greedy(c, live=ahead(c, 2 * forwards_per_hop)))
     return c.rows([one_stage(c, r, warmup=forwards_per_hop * (c.num_ranks - 1 - r)) for r in range(c.num_ranks)])
 
 

@@ -14,8 +14,7 @@ def rows(layout: Layout) -> Rows:
     suits the other.
     """
     c = chain(layout)
-    everything = [c.num_stages * c.num_micro_batches] * c.num_ranks
-    forwards = greedy(c, kinds="F", live=everything, round=c.num_ranks)
+    forwards = greedy(c, kinds="F", live=[c.num_micro_batches] * c.num_stages, round=c.num_ranks)
     return c.rows([row + [(c.make("B", p.stage, p.micro_batch),) for (p,) in reversed(row)] for row in forwards])
 
 

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 
 from autopiper.ir.schedules.chain import Chain
-from autopiper.plan.passes import Pass, PassGroup
+from autopiper.plan.passes import PassGroup
 
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
@@ -19,19 +19,18 @@ TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 def greedy(chain: Chain, *, kinds: str = "BF", live: Sequence[int], round: int = 1) -> list[list[PassGroup]]:
     """Return one row per rank, of the passes named by `kinds`, those to be preferred first ("F", "BF" or "IFW").
 
-    `live[rank]`: how many (stage, micro-batch) a rank may hold at once, from F to B or W. The oldest micro-batch that
-    is under way is exempt, hence there is always one that can go on. `round`: of the forwards that could run, those of
-    an earlier round of so many micro-batches come first, and in a round those of an earlier stage (backwards: later).
+    `live[stage]`, 1 or more: how many micro-batches a stage may hold at once, from F to B or W. The oldest one under way
+    is always let in, as the stages that it has not reached hold none: hence there is always one that can go on.
+    `round`: of the passes of a kind that could run, those of an earlier round of so many micro-batches come first, and in
+    a round the forwards of an earlier stage, the backwards of a later one.
     """
     stages, count = chain.num_stages, chain.num_micro_batches
     back, last = kinds[0], kinds[-1] if "W" in kinds else kinds[0]
     rank_of = {s: r for r, held in enumerate(chain.held) for s in held}
     next_mb = {(kind, s): 0 for kind in kinds for s in range(stages)}
     end: dict[tuple[str, int, int], int] = {}
-    free, holding = [0] * chain.num_ranks, [0] * chain.num_ranks
-    left = [stages] * count  # stages whose last pass of the micro-batch has not begun
-    oldest = 0
-    rows: list[list[Pass]] = [[] for _ in chain.held]
+    free, holding = [0] * chain.num_ranks, [0] * stages
+    rows: list[list[PassGroup]] = [[] for _ in chain.held]
 
     def ready(kind: str, s: int, m: int, now: int) -> bool:
         if kind == "F":
@@ -47,7 +46,7 @@ def greedy(chain: Chain, *, kinds: str = "BF", live: Sequence[int], round: int =
             found = []
             for s in chain.held[rank]:
                 m = next_mb[kind, s]
-                if m < count and ready(kind, s, m, now) and (kind != "F" or holding[rank] < live[rank] or m == oldest):
+                if m < count and (kind != "F" or holding[s] < live[s]) and ready(kind, s, m, now):
                     found.append((m // round, s if kind == "F" else -s, m))
             if found:
                 _, s, m = min(found)
@@ -60,27 +59,21 @@ def greedy(chain: Chain, *, kinds: str = "BF", live: Sequence[int], round: int =
         if free[rank] > now or (chosen := choose(rank, now)) is None:
             continue
         kind, s, m = chosen
-        rows[rank].append(chain.make(kind, s, m))
+        rows[rank].append((chain.make(kind, s, m),))
         next_mb[kind, s] += 1
         end[chosen] = free[rank] = now + TIMES[kind]
-        holding[rank] += (kind == "F") - (kind == last)
-        wake = {rank, rank_of[min(s + 1, stages - 1)] if kind == "F" else rank_of[max(s - 1, 0)]}
-        if kind == last:
-            left[m] -= 1
-            if m == oldest and not left[m]:
-                while oldest < count and not left[oldest]:
-                    oldest += 1
-                wake = set(range(chain.num_ranks))  # the next micro-batch is exempt from now on
-        for each in sorted(wake):
+        holding[s] += (kind == "F") - (kind == last)
+        neighbour = min(s + 1, stages - 1) if kind == "F" else max(s - 1, 0)
+        for each in {rank, rank_of[neighbour]}:
             heapq.heappush(events, (free[rank], each))
-    return [[(p,) for p in row] for row in rows]
+    return rows
 
 
-def ahead(chain: Chain) -> list[int]:
-    """For each rank, how many passes it may hold live as 1F1B does: R - r where each holds one stage.
+def ahead(chain: Chain, times: int = 2) -> list[int]:
+    """For each stage, how many micro-batches it may hold where ranks hold several stages.
 
-    A micro-batch is away from stage s for as long as the S - s stages from there on take, while the fullest rank lets
-    one in for each of its stages: so ceil((S - s) / the most stages of any rank), summed over the stages of the rank.
+    A micro-batch is away from stage s for what the S - s stages from there on take, while the fullest rank lets one in
+    for each of its V stages: at least (S - s)/V are live. Every stage waits for its rank's others, so `times` as many.
     """
     most = max(len(held) for held in chain.held)
-    return [sum(-(-(chain.num_stages - s) // most) for s in held) for held in chain.held]
+    return [-(-times * (chain.num_stages - s) // most) for s in range(chain.num_stages)]

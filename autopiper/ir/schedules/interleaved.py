@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from autopiper.ir.schedules.alternate import alternate
 from autopiper.ir.schedules.chain import chain
-from autopiper.ir.schedules.greedy import greedy
+from autopiper.ir.schedules.greedy import ahead, greedy
 from autopiper.ir.schedules.layout import Family, Layout, Rows
 
 
@@ -26,8 +26,7 @@ def rows(layout: Layout, split_backward: bool = False) -> Rows:
     rounds = deal(c.num_micro_batches, max(1, c.num_micro_batches // R))
     warmups = [(V - 1) * len(rounds[0]) + (1 if split_backward else 2) * (R - 1 - r) for r in range(R)]
     if not c.is_loop:
-        live = [w + 1 + r * split_backward for r, w in enumerate(warmups)]
-        return c.rows(greedy(c, kinds="IFW" if split_backward else "BF", live=live, round=R))
+        return c.rows(greedy(c, kinds="IFW" if split_backward else "BF", live=ahead(c, 3), round=R))
     out = []
     for r, stages in enumerate(c.held):
         forwards = [(s, m) for batch in rounds for s in stages for m in batch]

@@ -15,7 +15,7 @@ def rows(layout: Layout) -> Rows:
     """
     c = chain(layout)
     if not c.is_one:
-        return c.rows(greedy(c, kinds="IFW", live=[max(ahead(c))] * c.num_ranks))
+        return c.rows(greedy(c, kinds="IFW", live=ahead(c)))
     return c.rows([one_stage(c, r, warmup=c.num_ranks - 1 - r, delay=r) for r in range(c.num_ranks)])
 
 

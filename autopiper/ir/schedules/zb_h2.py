@@ -17,7 +17,7 @@ def rows(layout: Layout) -> Rows:
     """
     c = chain(layout)
     if not c.is_one:
-        return c.rows(greedy(c, kinds="IFW", live=[2 * max(ahead(c)) - 1] * c.num_ranks))
+        return c.rows(greedy(c, kinds="IFW", live=ahead(c, 4)))
     return c.rows([one_stage(c, r, warmup=2 * (c.num_ranks - 1 - r), delay=2 * r) for r in range(c.num_ranks)])
 
 
