@@ -19,7 +19,7 @@ What happens, in full:
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,36 +148,49 @@ def walk(work: Work) -> tuple[Floats, Floats]:
     """
     from autopiper.costmodel import loops  # numba comes with it: half a second that only a simulation should pay
 
-    nodes = len(work.seconds)
-    resources, lanes = len(work.capacity), int(work.member.max(initial=-1)) + 1
-    room = np.zeros(resources + 1, dtype=np.int64)
-    np.cumsum(np.bincount(work.use, minlength=resources), out=room[1:])
-    lane_room = np.zeros(lanes + 1, dtype=np.int64)
-    np.cumsum(np.bincount(work.member, minlength=lanes), out=lane_room[1:])
-    # A kind that neither slows nor is slowed needs no place on its lanes.
+    nodes = loops.table(loops.NODE, len(work.seconds))
+    nodes["seconds"] = nodes["left"] = work.seconds
+    nodes["ready"] = work.earliest
+    nodes["missing"] = work.missing
+    nodes["kind"] = work.kind
+    nodes["factor"] = nodes["share"] = nodes["slow"] = 1.0
+    nodes["start"] = nodes["end"] = np.nan
+    for name, start in (("after", work.after_start), ("member", work.member_start), ("use", work.use_start)):
+        nodes[f"{name}_first"], nodes[f"{name}_last"] = start[:-1], start[1:]
+    # A kind that neither slows nor is slowed meets nobody on its lanes.
     slower = np.asarray(work.slowdown > 1)
     felt: NDArray[np.bool_] = np.logical_or(slower.any(axis=0), slower.any(axis=1))
-    contends = (np.diff(work.use_start) > 0) | (felt[work.kind] & (np.diff(work.member_start) > 0))
-    start, end = np.full(nodes, np.nan), np.full(nodes, np.nan)
-    graph = loops.Graph(
-        seconds=_own(work.seconds),
-        kind=_own(work.kind),
-        after_start=_own(work.after_start),
-        after=_own(work.after),
-        member_start=_own(work.member_start),
-        member=_own(work.member),
-        use_start=_own(work.use_start),
-        use=_own(work.use),
-        demand=_own(work.demand),
-        capacity=_own(work.capacity),
-        slowdown=_own(work.slowdown),
-        owner=np.repeat(np.arange(nodes), np.diff(work.use_start)),
-        room=room,
-        lane_room=lane_room,
-        contends=contends & (work.seconds > 0),
+    uses_any, has_lane = np.diff(work.use_start) > 0, np.diff(work.member_start) > 0
+    nodes["contends"] = (work.seconds > 0) & (uses_any | (has_lane & felt[work.kind]))
+
+    uses = loops.table(loops.USE, len(work.use))
+    uses["resource"], uses["demand"] = work.use, work.demand
+    uses["node"] = np.repeat(np.arange(len(nodes)), np.diff(work.use_start))
+    resources = _owners(len(work.capacity), work.use)
+    resources["capacity"], resources["pressure"] = work.capacity, 1.0
+    loops.run(
+        nodes,
+        _own(work.after),
+        _own(work.member),
+        uses,
+        resources,
+        _owners(int(work.member.max(initial=-1)) + 1, work.member),
+        _own(work.slowdown),
+        on_resources=np.zeros(len(work.use), dtype=np.int64),
+        on_lanes=np.zeros(len(work.member), dtype=np.int64),
+        heap=np.zeros(len(nodes) + 1, dtype=np.int64),
+        settled=np.zeros(len(nodes), dtype=np.int64),
     )
-    loops.run(graph, loops.fresh(graph), work.missing.copy(), work.earliest.copy(), start, end)
-    return start, end
+    return np.array(nodes["start"]), np.array(nodes["end"])
+
+
+def _owners(number: int, items: Ints) -> Any:
+    """Return a table of resources or lanes, each with room for all that name it."""
+    from autopiper.costmodel import loops
+
+    owners = loops.table(loops.OWNER, number)
+    owners["room"][1:] = np.cumsum(np.bincount(items, minlength=number))[:-1]
+    return owners
 
 
 def _own(array: NDArray[T]) -> NDArray[T]:

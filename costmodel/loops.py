@@ -3,24 +3,70 @@
 A node that can meet no other one, on a resource or a lane, is settled at once: its end is known when its predecessors'
 are. Only the others go through the heap. Each of them is in it at most once, first with its start, then with its end;
 the end moves when a rate changes, and a rate changes only where a node on a shared resource or lane comes or goes.
+
+Everything is in tables whose rows have named fields. They are numpy's own types on purpose: what numba keeps on disk
+names the types of the arguments, and could not be read any more if it named a class of ours that has since changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Table = Any
 F = TypeVar("F", bound=Callable[..., Any])
 
 try:
     from numba import njit
 except ImportError:  # no numba for this interpreter or this numpy: the same functions, some hundred times slower
     njit = None
+
+NODE = np.dtype(
+    [
+        ("seconds", "f8"),
+        ("ready", "f8"),  # s: the latest of its earliest time and of the ends known so far of its predecessors
+        ("missing", "i8"),  # predecessors whose end is not known yet
+        ("kind", "i8"),
+        ("contends", "i8"),  # 1 where it can slow another node down, or be slowed
+        ("after_first", "i8"),  # its successors are after[after_first:after_last]; likewise its lanes and uses
+        ("after_last", "i8"),
+        ("member_first", "i8"),
+        ("member_last", "i8"),
+        ("use_first", "i8"),
+        ("use_last", "i8"),
+        ("start", "f8"),
+        ("end", "f8"),
+        ("place", "i8"),  # where it is in the heap
+        ("key", "f8"),  # s: when it will start, or end, while it is in the heap
+        ("runs", "i8"),  # 1 from its start on
+        ("left", "f8"),  # s: what was left to do at `since`, at factor 1
+        ("since", "f8"),  # s: when `factor` was last set
+        ("factor", "f8"),  # how many seconds one second of `left` takes now: share * slow
+        ("share", "f8"),  # the largest pressure of its resources
+        ("slow", "f8"),  # the largest slowdown by what runs on its lanes
+    ]
+)
+USE = np.dtype([("resource", "i8"), ("demand", "f8"), ("node", "i8")])
+OWNER = np.dtype(
+    [
+        ("capacity", "f8"),  # bytes/s, of a resource
+        ("pressure", "f8"),  # load / capacity, at least 1
+        ("room", "i8"),  # where the list of what runs on it begins
+        ("number", "i8"),  # how long that list is
+    ]
+)
+"""A resource, whose list holds uses; or a lane, whose list holds nodes (capacity and pressure mean nothing there)."""
+
+
+def table(dtype: np.dtype[np.void], rows: int) -> Table:
+    """Return a table of zeros whose rows have their fields as attributes, compiled or not."""
+    made = np.zeros(rows, dtype=dtype)
+    return made.view(np.recarray) if njit is None else made
 
 
 def compiled(function: F) -> F:
@@ -34,306 +80,191 @@ def compiled(function: F) -> F:
     return done
 
 
-class Graph(NamedTuple):
-    """What does not change: the arrays of `kernel.Work`, and what follows from them."""
-
-    seconds: Floats
-    kind: Ints
-    after_start: Ints
-    after: Ints
-    member_start: Ints
-    member: Ints
-    use_start: Ints
-    use: Ints
-    demand: Floats
-    capacity: Floats
-    slowdown: Floats
-    owner: Ints
-    """[U]: the node that an entry of `use` belongs to."""
-    room: Ints
-    """[R + 1]: where the running uses of each resource begin in `State.running`."""
-    lane_room: Ints
-    """[L + 1]: where the running nodes of each lane begin in `State.lane_running`."""
-    contends: NDArray[np.bool_]
-    """[N]: whether the node can slow another one down, or be slowed."""
-
-
-class State(NamedTuple):
-    """What changes while the walk goes on."""
-
-    heap: Ints
-    """[N]: nodes that will start or end, the next one first; by key, then by number."""
-    size: Ints
-    """[1]: how many of them there are."""
-    place: Ints
-    """[N]: where a node is in the heap."""
-    key: Floats
-    """[N], s: when it will start, or end."""
-    runs: NDArray[np.bool_]
-    """[N]: whether it runs, so that its key is its end."""
-    left: Floats
-    """[N], s: what was left to do at `since`, at factor 1."""
-    since: Floats
-    """[N], s: when `factor` was last set."""
-    factor: Floats
-    """[N]: how many seconds one second of `left` takes now: share * slow."""
-    share: Floats
-    """[N]: the largest pressure of its resources."""
-    slow: Floats
-    """[N]: the largest slowdown by what runs on its lanes."""
-    pressure: Floats
-    """[R]: load / capacity, at least 1."""
-    running: Ints
-    """[U]: entries of `use` that are in use now, by resource."""
-    in_use: Ints
-    """[R]: how many those are."""
-    lane_running: Ints
-    """[M]: the nodes that run now, by lane."""
-    on_lane: Ints
-    """[L]: how many those are."""
-
-
-def fresh(graph: Graph) -> State:
-    """Return the state in which nothing runs."""
-    nodes, resources, lanes = len(graph.seconds), len(graph.capacity), len(graph.lane_room) - 1
-    return State(
-        heap=np.zeros(nodes, np.int64),
-        size=np.zeros(1, np.int64),
-        place=np.zeros(nodes, np.int64),
-        key=np.zeros(nodes),
-        runs=np.zeros(nodes, np.bool_),
-        left=graph.seconds.copy(),
-        since=np.zeros(nodes),
-        factor=np.ones(nodes),
-        share=np.ones(nodes),
-        slow=np.ones(nodes),
-        pressure=np.ones(resources),
-        running=np.zeros(len(graph.use), np.int64),
-        in_use=np.zeros(resources, np.int64),
-        lane_running=np.zeros(len(graph.member), np.int64),
-        on_lane=np.zeros(lanes, np.int64),
-    )
-
-
 @compiled
-def run(graph: Graph, state: State, missing: Ints, ready: Floats, start: Floats, end: Floats) -> None:
-    """Fill `start` and `end`; `ready` comes in as the earliest times. `missing` and `ready` are used up."""
-    settled = np.empty(len(missing), np.int64)  # nodes whose predecessors have known ends
+def run(
+    nodes: Table,
+    after: Ints,
+    member: Ints,
+    uses: Table,
+    resources: Table,
+    lanes: Table,
+    slowdown: Floats,
+    on_resources: Ints,
+    on_lanes: Ints,
+    heap: Ints,
+    settled: Ints,
+) -> None:
+    """Fill `start` and `end` of the nodes that start.
+
+    `on_resources` (U) and `on_lanes` (M) are room for the lists of the owners, `settled` (N) for the nodes whose
+    predecessors have known ends, `heap` for N nodes, the next event first, after one entry that counts them.
+    """
     waiting = 0
-    for node in range(len(missing) - 1, -1, -1):
-        if missing[node] == 0:
-            settled[waiting] = node
+    for n in range(len(nodes) - 1, -1, -1):
+        if nodes[n].missing == 0:
+            settled[waiting] = n
             waiting += 1
     while True:
         while waiting > 0:
             waiting -= 1
-            node = settled[waiting]
-            if graph.contends[node]:
-                _push(state, node, ready[node])
-                continue
-            start[node] = ready[node]
-            end[node] = ready[node] + graph.seconds[node]
-            waiting = _release(graph, node, end[node], missing, ready, settled, waiting)
-        if state.size[0] == 0:
+            n = settled[waiting]
+            node = nodes[n]
+            if node.contends == 1:
+                heap[0] += 1
+                node.place = heap[0]
+                _move(nodes, heap, n, node.ready)
+            else:
+                node.start = node.ready
+                node.end = node.ready + node.seconds
+                waiting = _release(nodes, after, n, settled, waiting)
+        if heap[0] == 0:
             return
-        node = state.heap[0]
-        now = state.key[node]
-        if state.runs[node]:
-            end[node] = now
-            _pop(state)
-            _leave(graph, state, node, now)
-            waiting = _release(graph, node, now, missing, ready, settled, waiting)
+        n = heap[1]
+        node = nodes[n]
+        now = node.key
+        if node.runs == 0:
+            node.runs = 1
+            node.start = now
+            node.since = now
+            _move(nodes, heap, n, now + node.left)
+            for at in range(node.use_first, node.use_last):
+                _add(resources[uses[at].resource], on_resources, at)
+            for at in range(node.member_first, node.member_last):
+                _add(lanes[member[at]], on_lanes, n)
+            node.slow = _slow(nodes, n, member, lanes, on_lanes, slowdown)
+            _pace(nodes, heap, n, now)
         else:
-            start[node] = now
-            _enter(graph, state, node, now)
+            node.end = now
+            last = heap[heap[0]]
+            heap[0] -= 1
+            if last != n:
+                nodes[last].place = 1
+                _move(nodes, heap, last, nodes[last].key)
+            for at in range(node.use_first, node.use_last):
+                _remove(resources[uses[at].resource], on_resources, at)
+            for at in range(node.member_first, node.member_last):
+                _remove(lanes[member[at]], on_lanes, n)
+            waiting = _release(nodes, after, n, settled, waiting)
+        _load(nodes, heap, n, uses, resources, on_resources, now)
+        _meet(nodes, heap, n, member, lanes, on_lanes, slowdown, now)
 
 
 @compiled
-def _release(graph: Graph, node: int, end_s: float, missing: Ints, ready: Floats, settled: Ints, waiting: int) -> int:
+def _release(nodes: Table, after: Ints, n: int, settled: Ints, waiting: int) -> int:
     """Tell the successors of a node its end; put those that wait for nothing more on the stack; return its height."""
-    for at in range(graph.after_start[node], graph.after_start[node + 1]):
-        other = graph.after[at]
-        ready[other] = max(ready[other], end_s)
-        missing[other] -= 1
-        if missing[other] == 0:
-            settled[waiting] = other
+    end_s = nodes[n].end
+    for at in range(nodes[n].after_first, nodes[n].after_last):
+        other = nodes[after[at]]
+        other.ready = max(other.ready, end_s)
+        other.missing -= 1
+        if other.missing == 0:
+            settled[waiting] = after[at]
             waiting += 1
     return waiting
 
 
 @compiled
-def _enter(graph: Graph, state: State, node: int, now: float) -> None:
-    """Let a node run from now on, and slow down what it meets."""
-    state.runs[node] = True
-    state.since[node] = now
-    _move(state, node, now + state.left[node])
-    for at in range(graph.use_start[node], graph.use_start[node + 1]):
-        resource = graph.use[at]
-        state.running[graph.room[resource] + state.in_use[resource]] = at
-        state.in_use[resource] += 1
-    for at in range(graph.use_start[node], graph.use_start[node + 1]):
-        _load(graph, state, graph.use[at], now)
-    state.share[node] = _share(graph, state, node)
-    for at in range(graph.member_start[node], graph.member_start[node + 1]):
-        lane = graph.member[at]
-        first = graph.lane_room[lane]
-        for slot in range(first, first + state.on_lane[lane]):
-            other = state.lane_running[slot]
-            if other != node:
-                by_node = graph.slowdown[graph.kind[other], graph.kind[node]]
-                if by_node > state.slow[other]:
-                    state.slow[other] = by_node
-                    _pace(state, other, now)
-                by_other = graph.slowdown[graph.kind[node], graph.kind[other]]
-                state.slow[node] = max(state.slow[node], by_other)
-        state.lane_running[first + state.on_lane[lane]] = node
-        state.on_lane[lane] += 1
-    _pace(state, node, now)
+def _add(owner: Table, items: Ints, item: int) -> None:
+    """Append one item to the list of an owner."""
+    items[owner.room + owner.number] = item
+    owner.number += 1
 
 
 @compiled
-def _leave(graph: Graph, state: State, node: int, now: float) -> None:
-    """Take a node that is over from its resources and lanes, and let what it met go faster."""
-    for at in range(graph.use_start[node], graph.use_start[node + 1]):
-        resource = graph.use[at]
-        _remove(state.running, graph.room[resource], state.in_use, resource, at)
-    for at in range(graph.use_start[node], graph.use_start[node + 1]):
-        _load(graph, state, graph.use[at], now)
-    for at in range(graph.member_start[node], graph.member_start[node + 1]):
-        lane = graph.member[at]
-        _remove(state.lane_running, graph.lane_room[lane], state.on_lane, lane, node)
-    for at in range(graph.member_start[node], graph.member_start[node + 1]):
-        lane = graph.member[at]
-        first = graph.lane_room[lane]
-        for slot in range(first, first + state.on_lane[lane]):
-            other = state.lane_running[slot]
-            by_node = graph.slowdown[graph.kind[other], graph.kind[node]]
-            if by_node > 1.0 and by_node == state.slow[other]:  # it may have been the worst
-                state.slow[other] = _slow(graph, state, other)
-                _pace(state, other, now)
-
-
-@compiled
-def _remove(items: Ints, first: int, count: Ints, owner: int, item: int) -> None:
+def _remove(owner: Table, items: Ints, item: int) -> None:
     """Take one item out of the list of an owner; the last one takes its place."""
-    slot = first
+    slot = owner.room
     while items[slot] != item:
         slot += 1
-    count[owner] -= 1
-    items[slot] = items[first + count[owner]]
+    owner.number -= 1
+    items[slot] = items[owner.room + owner.number]
 
 
 @compiled
-def _load(graph: Graph, state: State, resource: int, now: float) -> None:
-    """Add up what is asked of a resource; where that changes its pressure, set the pace of all that use it.
+def _load(nodes: Table, heap: Ints, n: int, uses: Table, resources: Table, on_resources: Ints, now: float) -> None:
+    """Add up what is asked of the resources of a node that came or went; set the pace of all whose share changes.
 
     Added up anew each time: a running sum would keep rounding errors after its large terms have gone.
     """
-    first = graph.room[resource]
-    last = first + state.in_use[resource]
-    load = 0.0
-    for slot in range(first, last):
-        load += graph.demand[state.running[slot]]
-    pressure = max(1.0, load / graph.capacity[resource])
-    if pressure == state.pressure[resource]:
-        return
-    state.pressure[resource] = pressure
-    for slot in range(first, last):
-        node = graph.owner[state.running[slot]]
-        state.share[node] = _share(graph, state, node)
-        _pace(state, node, now)
+    for at in range(nodes[n].use_first, nodes[n].use_last):
+        owner = resources[uses[at].resource]
+        load = 0.0
+        for slot in range(owner.room, owner.room + owner.number):
+            load += uses[on_resources[slot]].demand
+        pressure = max(1.0, load / owner.capacity)
+        changed = pressure != owner.pressure
+        owner.pressure = pressure
+        for slot in range(owner.room, owner.room + owner.number):
+            other = uses[on_resources[slot]].node
+            if changed or other == n:
+                share = 1.0
+                for use in range(nodes[other].use_first, nodes[other].use_last):
+                    share = max(share, resources[uses[use].resource].pressure)
+                nodes[other].share = share
+                _pace(nodes, heap, other, now)
 
 
 @compiled
-def _share(graph: Graph, state: State, node: int) -> float:
+def _meet(
+    nodes: Table, heap: Ints, n: int, member: Ints, lanes: Table, on_lanes: Ints, slowdown: Floats, now: float
+) -> None:
+    """Set the pace of those nodes that the kind of a node slows down, after it came to their lanes or went."""
+    for at in range(nodes[n].member_first, nodes[n].member_last):
+        lane = lanes[member[at]]
+        for slot in range(lane.room, lane.room + lane.number):
+            other = on_lanes[slot]
+            if other != n and slowdown[nodes[other].kind, nodes[n].kind] > 1.0:
+                nodes[other].slow = _slow(nodes, other, member, lanes, on_lanes, slowdown)
+                _pace(nodes, heap, other, now)
+
+
+@compiled
+def _slow(nodes: Table, n: int, member: Ints, lanes: Table, on_lanes: Ints, slowdown: Floats) -> float:
+    """Return how much a node is slowed down by what runs on its lanes now."""
     worst = 1.0
-    for at in range(graph.use_start[node], graph.use_start[node + 1]):
-        worst = max(worst, state.pressure[graph.use[at]])
+    for at in range(nodes[n].member_first, nodes[n].member_last):
+        lane = lanes[member[at]]
+        for slot in range(lane.room, lane.room + lane.number):
+            if on_lanes[slot] != n:
+                worst = max(worst, slowdown[nodes[n].kind, nodes[on_lanes[slot]].kind])
     return worst
 
 
 @compiled
-def _slow(graph: Graph, state: State, node: int) -> float:
-    worst = 1.0
-    for at in range(graph.member_start[node], graph.member_start[node + 1]):
-        first = graph.lane_room[graph.member[at]]
-        for slot in range(first, first + state.on_lane[graph.member[at]]):
-            other = state.lane_running[slot]
-            if other != node:
-                worst = max(worst, graph.slowdown[graph.kind[node], graph.kind[other]])
-    return worst
-
-
-@compiled
-def _pace(state: State, node: int, now: float) -> None:
+def _pace(nodes: Table, heap: Ints, n: int, now: float) -> None:
     """Set the factor of a running node; where it changes, account for what was done and move its end."""
-    factor = state.share[node] * state.slow[node]
-    if factor == state.factor[node]:
-        return
-    done = (now - state.since[node]) / state.factor[node]
-    state.left[node] = max(0.0, state.left[node] - done)
-    state.since[node] = now
-    state.factor[node] = factor
-    _move(state, node, now + state.left[node] * factor)
+    node = nodes[n]
+    factor = node.share * node.slow
+    if factor != node.factor:
+        node.left = max(0.0, node.left - (now - node.since) / node.factor)
+        node.since = now
+        node.factor = factor
+        _move(nodes, heap, n, now + node.left * factor)
 
 
 @compiled
-def _push(state: State, node: int, key_s: float) -> None:
-    state.key[node] = key_s
-    state.heap[state.size[0]] = node
-    state.size[0] += 1
-    _rise(state, node, state.size[0] - 1)
-
-
-@compiled
-def _pop(state: State) -> None:
-    state.size[0] -= 1
-    if state.size[0] > 0:
-        _sink(state, state.heap[state.size[0]], 0)
-
-
-@compiled
-def _move(state: State, node: int, key_s: float) -> None:
-    later = key_s > state.key[node]
-    state.key[node] = key_s
-    if later:
-        _sink(state, node, state.place[node])
-    else:
-        _rise(state, node, state.place[node])
-
-
-@compiled
-def _rise(state: State, node: int, at: int) -> None:
-    """Put a node at `at`, or as far above as its key allows."""
-    while at > 0 and _first(state, node, state.heap[(at - 1) >> 1]):
-        other = state.heap[(at - 1) >> 1]
-        state.heap[at] = other
-        state.place[other] = at
-        at = (at - 1) >> 1
-    state.heap[at] = node
-    state.place[node] = at
-
-
-@compiled
-def _sink(state: State, node: int, at: int) -> None:
-    """Put a node at `at`, or as far below as its key demands."""
-    while True:
-        below = 2 * at + 1
-        if below >= state.size[0]:
-            break
-        if below + 1 < state.size[0] and _first(state, state.heap[below + 1], state.heap[below]):
+def _move(nodes: Table, heap: Ints, n: int, key_s: float) -> None:
+    """Give a node another key, and put it from its place as far up or down the heap as that says."""
+    nodes[n].key = key_s
+    at = nodes[n].place
+    while at > 1 and _before(nodes, n, heap[at >> 1]):
+        heap[at] = heap[at >> 1]
+        nodes[heap[at]].place = at
+        at >>= 1
+    while 2 * at <= heap[0]:
+        below = 2 * at
+        if below < heap[0] and _before(nodes, heap[below + 1], heap[below]):
             below += 1
-        other = state.heap[below]
-        if not _first(state, other, node):
+        if not _before(nodes, heap[below], n):
             break
-        state.heap[at] = other
-        state.place[other] = at
+        heap[at] = heap[below]
+        nodes[heap[at]].place = at
         at = below
-    state.heap[at] = node
-    state.place[node] = at
+    heap[at] = n
+    nodes[n].place = at
 
 
 @compiled
-def _first(state: State, node: int, other: int) -> bool:
-    """Whether a node comes before another one: by key, then by number."""
-    return bool(state.key[node] < state.key[other] or (state.key[node] == state.key[other] and node < other))
+def _before(nodes: Table, a: int, b: int) -> bool:
+    """Whether node a comes before node b: by key, then by number."""
+    return bool(nodes[a].key < nodes[b].key or (nodes[a].key == nodes[b].key and a < b))
