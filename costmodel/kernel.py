@@ -106,7 +106,8 @@ class Work:
         _within("kind", self.kind, len(KINDS), "kinds")
         _within("after", self.after, nodes, "nodes")
         _within("use", self.use, len(self.capacity), "resources")
-        _within("member", self.member, np.iinfo(np.int64).max, "lanes")
+        if (wrong := np.flatnonzero(self.member < 0)).size:
+            raise CostError(f"member[{wrong[0]}] is {self.member[wrong[0]]}; lanes are numbered from 0")
         _all("seconds", self.seconds, np.isfinite(self.seconds) & (self.seconds >= 0), "finite and not negative")
         _all("earliest", self.earliest, np.isfinite(self.earliest), "finite")
         _all("demand", self.demand, np.isfinite(self.demand) & (self.demand >= 0), "finite and not negative")
