@@ -12,8 +12,8 @@ from autopiper.ir.schedules.layout import Family, Layout, Rows
 def rows(layout: Layout, forwards_per_hop: int = 2) -> Rows:
     """Rank r warms up with forwards_per_hop * (R - 1 - r) forwards, then alternates: 1 is 1F1B, 2 the paper's.
 
-    With 2, a transfer may take as long as a forward and a backward do before anybody waits for it; about twice as many
-    micro-batches are live, 2(R - r) - 1. Where ranks hold several stages, list scheduling decides the order, with the
+    With 2, transfers between neighbours hide in the steady state as long as one takes no more than (F + B)/2: makespan
+    (M + R - 1)(F + B) + 2(R - 1) link times. About twice as many micro-batches are live, 2(R - r) - 1. Where ranks hold several stages, list scheduling decides the order, with the
     limit of 1F1B raised likewise.
     """
     if forwards_per_hop < 1:

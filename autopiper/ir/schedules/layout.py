@@ -36,7 +36,7 @@ class Family:
     """`rows(layout, **parameters)`: one row per device group, in the layout's order. Raises PlanError where the family
     does not allow the layout, with the sum worked out."""
     stage_map: str
-    """Which stage goes where: "one" stage per device group, "loop" (r, r+R, …), "v" (r and 2R-1-r), "opposite" (two
+    """The map for which it is known; `rows` decides which others it allows. Which stage goes where: "one" stage per device group, "loop" (r, r+R, …), "v" (r and 2R-1-r), "opposite" (two
     pipelines in opposite directions), "any"."""
     num_pipelines: int = 1
     """Pipelines that one call orders together (dualpipe: 2)."""

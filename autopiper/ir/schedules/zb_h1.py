@@ -11,7 +11,7 @@ from autopiper.ir.schedules.layout import Family, Layout, Rows
 def rows(layout: Layout) -> Rows:
     """As 1F1B with I for B; W follows r I later on rank r, so that no rank holds more than 1F1B's first, R.
 
-    Bubble of equal stages: (R - 1)(F + I - W). Where ranks hold several stages, list scheduling decides the order.
+    Bubble of equal stages with W <= I: (R - 1)(F + I - W). Where ranks hold several stages, list scheduling decides the order.
     """
     c = chain(layout)
     if not c.is_one:

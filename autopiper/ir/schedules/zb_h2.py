@@ -12,7 +12,7 @@ def rows(layout: Layout) -> Rows:
     """Rank r warms up with 2(R - 1 - r) forwards, W follows 2r I later: 2R - 1 micro-batches are live on each rank.
 
     Bubble of equal stages, own first to own last pass: (R - 1)(F + I - 2W), none at F = I = W. The makespan of one
-    isolated step gains nothing over ZB-H1; what is gained needs steps that overlap. Where ranks hold several stages,
+    isolated step is ZB-H1's there: what is gained needs steps that overlap. Where ranks hold several stages,
     list scheduling decides the order.
     """
     c = chain(layout)
