@@ -72,23 +72,77 @@ def all_reduce_s(
     number of such groups that use the interfaces of a node at the same time. Devices may be unlike. 0 for one device
     or no bytes. Raises CostError for no device, a device named twice, or `sharing` below 1.
     """
+    return 2 * _ring_s(costs, cluster, devices, num_bytes, sharing, "all-reduce")
+
+
+def reduce_scatter_s(costs: CostTable, cluster: Cluster, devices: Sequence[int], num_bytes: float) -> float:
+    """Return the seconds of summing `num_bytes` over `devices`, each keeping its part: the first half of that ring."""
+    return _ring_s(costs, cluster, devices, num_bytes, 1, "reduce-scatter")
+
+
+def all_gather_s(costs: CostTable, cluster: Cluster, devices: Sequence[int], num_bytes: float) -> float:
+    """Return the seconds until each device has all `num_bytes` that they hold in parts: the second half of that ring."""
+    return _ring_s(costs, cluster, devices, num_bytes, 1, "all-gather")
+
+
+def ring_bytes_per_s(costs: CostTable, cluster: Cluster, devices: Sequence[int], *, sharing: int = 1) -> float:
+    """Return what a ring through these devices carries on each of its links per second; infinite for one device."""
+    held = Counter(cluster.device(d).node for d in sorted(devices))
+    inside = [_inside(costs, cluster, node) for node, count in held.items() if count > 1]
+    between = _between(costs, cluster, held, sharing)
+    return min((link.bytes_per_s for link in (*inside, *between)), default=math.inf)
+
+
+def _ring_s(
+    costs: CostTable, cluster: Cluster, devices: Sequence[int], num_bytes: float, sharing: int, what: str
+) -> float:
     _check(num_bytes)
     if sharing < 1:
         raise CostError(f"sharing is {sharing}; at least one group uses the network, so it must be 1 or more")
-    if not devices or len(set(devices)) != len(devices):
-        raise CostError(f"all-reduce over devices {list(devices)}: give at least one, each once")
+    _check_group(devices, what)
     n = len(devices)
     if n == 1 or num_bytes == 0:
         return 0.0
     held = Counter(cluster.device(d).node for d in sorted(devices))
     inside = [_inside(costs, cluster, node) for node, count in held.items() if count > 1]
     between = list(_between(costs, cluster, held, sharing))
-    slowest = min(link.bytes_per_s for link in (*inside, *between))
     return (
-        2 * (n - len(held)) * max((link.latency_s for link in inside), default=0.0)
-        + 2 * (len(held) - 1) * max((link.latency_s for link in between), default=0.0)
-        + 2 * (n - 1) / n * num_bytes / slowest
+        (n - len(held)) * max((link.latency_s for link in inside), default=0.0)
+        + (len(held) - 1) * max((link.latency_s for link in between), default=0.0)
+        + (n - 1) / n * num_bytes / ring_bytes_per_s(costs, cluster, devices, sharing=sharing)
     )
+
+
+def _check_group(devices: Sequence[int], what: str) -> None:
+    if not devices or len(set(devices)) != len(devices):
+        raise CostError(f"{what} over devices {list(devices)}: give at least one, each once")
+
+
+def all_to_all_s(
+    costs: CostTable, cluster: Cluster, devices: Sequence[int], num_bytes: float
+) -> tuple[float, float, float]:
+    """Return (seconds, inside nodes, between nodes) of an all-to-all: each device gives away `num_bytes`, evenly.
+
+    Pairwise exchange (Thakur, Rabenseifner, Gropp 2005, section 4.2): each of the n devices sends bytes/n to each
+    other, one latency a message; those for its own node over its own link, those for other nodes over the interfaces,
+    which the devices of a node share. Both go on at once, so the longer one counts, for the worst node.
+    """
+    _check(num_bytes)
+    _check_group(devices, "all-to-all")
+    n = len(devices)
+    if n == 1 or num_bytes == 0:
+        return 0.0, 0.0, 0.0
+    held = Counter(cluster.device(d).node for d in sorted(devices))
+    inside_s = between_s = 0.0
+    links = dict(zip(held, _between(costs, cluster, held, 1), strict=False))
+    for node, own in held.items():
+        if own > 1:
+            link = _inside(costs, cluster, node)
+            inside_s = max(inside_s, (own - 1) * (link.latency_s + num_bytes / n / link.bytes_per_s))
+        if own < n:
+            link = links[node]
+            between_s = max(between_s, (n - own) * (link.latency_s + own * num_bytes / n / link.bytes_per_s))
+    return max(inside_s, between_s), inside_s, between_s
 
 
 def _inside(costs: CostTable, cluster: Cluster, node: int) -> Link:

@@ -1,20 +1,23 @@
-"""Seconds of every node of the joint graph, from the cost table: what the simulator adds up."""
+"""Seconds of every node of the joint graph, and the links that it shares, from the cost table."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from autopiper.cluster.spec import Device
-from autopiper.costmodel.collectives import all_reduce_s, transfer_s
 from autopiper.costmodel.memory import boundary_bytes
+from autopiper.costmodel.network import Network, Use
 from autopiper.ir.graph import GradientBlock, GraphStage, TrainingGraph
-from autopiper.ir.joint import Joint, Node
-from autopiper.plan.actions import Place, Program
+from autopiper.ir.joint import Node
+from autopiper.plan.actions import COMPUTE_KINDS, EXCHANGE_KINDS, Action, Program
 from autopiper.plan.costs import BlockCost, CostTable
 
 SCALARS_BYTES = 16
 """LOSS sums a loss and a weight, NORM a square and a flag, in float64."""
+FIELDS = {"F": "forward_s", "B": "backward_s", "I": "backward_input_s", "W": "backward_weight_s"}
+
+Seconds = tuple[float, float, tuple[float, ...]]
+"""(seconds of a pass, of them recompute, `below`: per half block of it, what is left once it has been passed)."""
 
 
 class Durations:
@@ -25,20 +28,26 @@ class Durations:
         self.prices = costs.index()
         self.hosts = {host.device_type: host for host in costs.hosts}
         self.devices: tuple[Device, ...] = graph.cluster.devices()
+        self.network = Network(costs, graph.cluster)
         self.weighted_error_s = 0.0
         self.compute_s = 0.0
-        self._passes: dict[tuple[object, ...], tuple[float, float, list[float]]] = {}
-        self._messages: dict[tuple[object, ...], float] = {}
-        self._reductions: dict[tuple[int, int], float] = {}
-        self._members_on = {
-            (s.pipeline, s.index): Counter(self.devices[m[0]].node for m in s.members) for s in graph.stages()
-        }
-        self._crossing = self._crossing_holder_sets()
+        self._passes: dict[tuple[object, ...], Seconds] = {}
+        self._known: dict[tuple[object, ...], tuple[float, list[Use]]] = {}
+        self._beside = [self._on_my_node(p) for p in programs]
 
     @property
     def relative_error(self) -> float:
         """Of the prices used so far, weighted by their seconds."""
         return self.weighted_error_s / self.compute_s if self.compute_s else 0.0
+
+    def _on_my_node(self, program: Program) -> int:
+        """Count the equal members on the node of a Program: what it sends, they send at the same time."""
+        node = self.devices[program.devices[0]].node
+        return 1 + sum(self.devices[copy.devices[0]].node == node for copy in program.copies)
+
+    def stage_of(self, action: Action) -> GraphStage:
+        """Return the stage that a compute, message or all-to-all is of."""
+        return self.graph.stage(action.pipeline, action.stage or 0)
 
     def block_prices(self, stage: GraphStage, member: int, samples: int) -> list[BlockCost]:
         """Return the price of each block of a stage for a slice on one of its members."""
@@ -48,134 +57,173 @@ class Durations:
             for b in self.graph.model.blocks[stage.start : stage.stop]
         ]
 
-    def compute(self, kind: str, stage: GraphStage, member: int, samples: int) -> tuple[float, float, list[float]]:
-        """Return (seconds, of them recompute, below) of F, B, I or W.
-
-        `below[i]` = seconds that a backward still needs once it has passed block `stage.start + i`.
-        """
+    def compute(self, kind: str, stage: GraphStage, member: int, samples: int, segment: int = 0) -> Seconds:
+        """Return what F, B, I or W of one segment takes; W takes the whole stage at once."""
         device_type = self.devices[stage.members[member][0]].type.name
-        key = (kind, stage.pipeline, stage.index, device_type, samples)
+        key = (kind, stage.pipeline, stage.index, segment, device_type, samples)
         found = self._passes.get(key)
         if found is None:
+            low, high = (2 * stage.start, 2 * stage.stop) if kind == "W" else stage.segment(segment)
+            seconds, again, error_s = [], 0.0, 0.0
             prices = self.block_prices(stage, member, samples)
-            field = {"F": "forward_s", "B": "backward_s", "I": "backward_input_s", "W": "backward_weight_s"}[kind]
-            again = [0.0] * len(prices)
-            if kind in ("B", "I"):  # what is computed again is computed before the first backward work
-                again = [
-                    {"none": 0.0, "selective": price.selective_forward_s, "full": price.forward_s}[choice]
-                    for price, choice in zip(prices, stage.recompute, strict=True)
-                ]
-            seconds = [getattr(price, field) + more for price, more in zip(prices, again, strict=True)]
-            beside_s = self._beside_s(kind, stage, device_type)
+            for half in range(low, high):
+                price, choice = prices[half // 2 - stage.start], stage.recompute[half // 2 - stage.start]
+                own_s = _half_s(price, FIELDS[kind], half)
+                more_s = 0.0
+                if kind in ("B", "I"):  # what is computed again is computed before the first backward work
+                    more_s = {
+                        "none": 0.0, "full": _half_s(price, "forward_s", half),
+                        "selective": 0.0 if half % 2 else price.selective_forward_s,
+                    }[choice]  # fmt: skip
+                seconds.append(own_s + more_s)
+                again += more_s
+                error_s += (own_s + more_s) * price.relative_error
             below = [0.0]
             for value in seconds[:-1]:
                 below.append(below[-1] + value)
-            found = self._passes[key] = (sum(seconds) + beside_s, sum(again), below)
-            self.weighted_error_s += sum(s * p.relative_error for s, p in zip(seconds, prices, strict=True))
-            self.compute_s += found[0]
+            total_s = sum(seconds) + self._beside_s(kind, stage, device_type, segment)
+            found = self._passes[key] = (total_s, again, tuple(below))
+            self.weighted_error_s += error_s
+            self.compute_s += total_s
         return found
 
-    def _beside_s(self, kind: str, stage: GraphStage, device_type: str) -> float:
-        """What the host spends on one pass beside the blocks; spent before the first block, so that none is late."""
+    def _beside_s(self, kind: str, stage: GraphStage, device_type: str, segment: int) -> float:
+        """What the host spends on one pass beside the blocks; spent before its first block, so that none is late."""
         host = self.hosts.get(device_type)
-        if host is None:
+        first = segment == (0 if kind in ("F", "W") else stage.num_segments - 1)
+        if host is None or not first:
             return 0.0
-        neighbours = (stage.index > 0) + (stage.index < len(self.graph.pipelines[stage.pipeline].stages) - 1)
+        stages = self.graph.pipelines[stage.pipeline].stages
+        neighbours = sum(
+            stages[n].members != stage.members for n in (stage.index - 1, stage.index + 1) if 0 <= n < len(stages)
+        )
         own_s = {"F": host.forward_s, "B": host.backward_s, "I": host.backward_s}.get(kind, 0.0)
         return own_s + (0.0 if kind == "W" else neighbours * host.message_s)
 
-    def of_pass(self, node: Node) -> tuple[float, float, list[float]]:
+    def of_pass(self, node: Node) -> Seconds:
         """Return what `compute` says of a node that is F, B, I or W."""
-        place = self.programs[node.programs[0]].places[0]
-        stage = self.graph.stage(place)
-        samples = stage.slices[node.actions[0].micro_batch or 0][place.member]
-        return self.compute(node.kind, stage, place.member, samples)
-
-    def seconds(self, node: Node) -> float:
-        """Return the duration of a node once it has started."""
-        if node.kind in ("F", "B", "I", "W"):
-            return self.of_pass(node)[0]
         action = node.actions[0]
-        place = self.programs[node.programs[0]].places[0]
+        stage, member = self.stage_of(action), self.programs[node.programs[0]].member
+        samples = stage.slices[action.micro_batch or 0][member]
+        return self.compute(node.kind, stage, member, samples, action.segment)
+
+    def left_s(self, node: Node, block: int) -> float:
+        """Return the seconds from the moment a backward has passed a block (its dense half) to its end."""
+        action = node.actions[0]
+        stage = self.stage_of(action)
+        low = 2 * stage.start if node.kind == "W" else stage.segment(action.segment)[0]
+        below = self.of_pass(node)[2]
+        return below[min(max(0, 2 * block - low), len(below) - 1)]
+
+    def node(self, node: Node) -> tuple[float, list[Use]]:
+        """Return the seconds of a node once it has started, when alone, and what it asks of shared links."""
+        action = node.actions[0]
+        if node.kind in COMPUTE_KINDS:
+            return self.of_pass(node)[0], []
         if node.kind == "TRANSFER":
-            low, high = action.samples or (0, 0)
-            return self._transfer(self.graph.stage(place), place, node.actions[0].kind, action.peer or 0, high - low)
-        if node.kind == "REDUCE_GRAD":
-            return self._reduction(action.gradient_block or 0, action.bucket or 0)
+            return self._transfer(node)
+        if node.kind in EXCHANGE_KINDS:
+            return self._exchange(node)
+        if node.kind == "REDUCE_GRAD" or node.kind.startswith("UNSHARD"):
+            return self._of_bucket(node)
         if node.kind == "UPDATE":
-            return self._update(self.graph.gradient_blocks[action.gradient_block or 0], place)
-        return all_reduce_s(self.costs, self.graph.cluster, self.graph.devices(), SCALARS_BYTES)
+            return self._update_s(self.graph.gradient_blocks[action.gradient_block or 0], node.programs[0]), []
+        if node.kind in ("LOSS", "NORM"):
+            key: tuple[object, ...] = (node.kind,)
+            if key not in self._known:
+                everyone = self.graph.devices()
+                self._known[key] = self.network.collective("all_reduce", everyone, (), SCALARS_BYTES)
+            return self._known[key]
+        return 0.0, []  # RESHARD lets memory go
 
-    def _transfer(self, stage: GraphStage, place: Place, kind: str, peer: int, samples: int) -> float:
-        """One message, each tensor-parallel rank carrying its part (scatter, arXiv 2104.04473, section 4.1).
-
-        Members of one stage work in step, so those that leave a node share its interfaces.
-        """
-        step = 1 if kind == "SEND_F" else -1
-        other = self.graph.pipelines[stage.pipeline].stages[stage.index + step]
-        a, b = stage.members[place.member][0], other.members[peer][0]
-        key = (stage.pipeline, stage.index, kind, a, b, samples)
-        if key not in self._messages:
-            cut = max(stage.start, other.start)
+    def _transfer(self, node: Node) -> tuple[float, list[Use]]:
+        """One message, each tensor-parallel rank carrying its part (scatter, arXiv 2104.04473, section 4.1)."""
+        action = node.actions[0]
+        stage = self.stage_of(action)
+        other = self.graph.stage(stage.pipeline, stage.index + (1 if action.kind == "SEND_F" else -1))
+        sender, receiver = node.programs[0], node.programs[-1]
+        low, high = action.samples or (0, 0)
+        a, b = self.programs[sender].devices[0], self.programs[receiver].devices[0]
+        key = ("transfer", a, b, stage.pipeline, max(stage.start, other.start), high - low)
+        if key not in self._known:
             width = min(stage.tensor_parallel_size, other.tensor_parallel_size)
-            part = boundary_bytes(self.graph.model, self.graph.training, self.costs, cut) * samples / width
-            nodes = (self.devices[a].node, self.devices[b].node)
-            if nodes[0] != nodes[1]:
-                ends = zip((stage, other), nodes, strict=True)
-                part *= max(
-                    1.0,
-                    *(
-                        self._members_on[s.pipeline, s.index][n] * width / self.graph.cluster.nodes[n].nics
-                        for s, n in ends
-                    ),
-                )
-            self._messages[key] = transfer_s(self.costs, self.graph.cluster, a, b, part)
-        return self._messages[key]
-
-    def _crossing_holder_sets(self) -> Counter[int]:
-        """Count per node the holder sets that reach beyond it: at the end of a step they share its interfaces."""
-        found: Counter[int] = Counter()
-        for holders in {b.holders for b in self.graph.gradient_blocks if len(b.holders) > 1}:
-            nodes = {self.devices[self.graph.stage(p).members[p.member][0]].node for p in holders}
-            if len(nodes) > 1:
-                found.update(nodes)
-        return found
-
-    def _reduction(self, block: int, bucket: int) -> float:
-        """All-reduce of one bucket, each tensor-parallel rank its shard.
-
-        Pessimistic where reductions of a node do not start together: each is given an equal part of the interfaces.
-        """
-        gradient_block = self.graph.gradient_blocks[block]
-        piece = gradient_block.buckets[bucket]
-        key = (block, piece.stop - piece.start)
-        if key not in self._reductions:
-            stages = [self.graph.stage(p) for p in gradient_block.holders]
-            width = min(s.tensor_parallel_size for s in stages)
-            firsts = [s.members[p.member][0] for s, p in zip(stages, gradient_block.holders, strict=True)]
-            sharing = max(self._crossing[self.devices[d].node] for d in firsts) or 1
-            self._reductions[key] = all_reduce_s(
-                self.costs,
-                self.graph.cluster,
-                firsts,
-                key[1] * self.graph.training.gradient_bytes / width,
-                sharing=sharing * width,
+            cut = max(stage.start, other.start)
+            part = boundary_bytes(self.graph.model, self.graph.training, self.costs, cut) * (high - low) / width
+            self._known[key] = self.network.message(
+                a, b, part, width=width, leaving=self._beside[sender], arriving=self._beside[receiver]
             )
-        return self._reductions[key]
+        return self._known[key]
 
-    def _update(self, block: GradientBlock, place: Place) -> float:
-        stage = self.graph.stage(place)
-        device_type = self.devices[stage.members[place.member][0]].type.name
+    def _exchange(self, node: Node) -> tuple[float, list[Use]]:
+        """All-to-all of the tokens of one block among the members that divide its experts.
+
+        Balanced routing: each member gives away its own tokens evenly; the fullest slice counts. Under full recompute
+        the forward exchange is done once more in the backward.
+        """
+        action = node.actions[0]
+        stage, member = self.stage_of(action), self.programs[node.programs[0]].member
+        size = stage.expert_parallel_size
+        first = member // size * size
+        block = stage.borders[action.segment - 1].exchange or 0
+        samples = max(stage.slices[action.micro_batch or 0][first : first + size])
+        again = node.kind == "A2A_B" and stage.recompute[block - stage.start] == "full"
+        key = ("exchange", stage.pipeline, stage.index, first, block, samples, again)
+        if key not in self._known:
+            tp = stage.tensor_parallel_size
+            num_bytes = self.graph.model.blocks[block].all_to_all_elements * samples / tp
+            num_bytes *= self.graph.training.activation_bytes * (2 if again else 1)
+            devices = [stage.members[m][0] for m in range(first, first + size)]
+            present = [self.programs[p].devices[0] for p in node.programs]
+            nodes = {self.devices[d].node for d in devices}
+            groups = sum(
+                bool(nodes & {self.devices[stage.members[m][0]].node for m in range(at, at + size)})
+                for at in range(0, len(stage.members), size)
+            )
+            self._known[key] = self.network.exchange(devices, present, num_bytes, width=tp, groups=groups)
+        return self._known[key]
+
+    def _of_bucket(self, node: Node) -> tuple[float, list[Use]]:
+        """Reduction or gather of one bucket, each tensor-parallel rank its shard."""
+        action = node.actions[0]
+        block = self.graph.gradient_blocks[action.gradient_block or 0]
+        piece = block.buckets[action.bucket or 0]
+        gather = node.kind != "REDUCE_GRAD"
+        key = (block.index, piece.stop - piece.start, gather)
+        if key not in self._known:
+            stages = [self.graph.stage(p.pipeline, p.stage) for p in block.holders]
+            width = min(s.tensor_parallel_size for s in stages)
+            firsts = [s.members[p.member][0] for s, p in zip(stages, block.holders, strict=True)]
+            training = self.graph.training
+            each = training.weight_bytes if gather else training.gradient_bytes
+            self._known[key] = self.network.collective(
+                "all_gather" if gather else "reduce_scatter" if block.zero else "all_reduce",
+                firsts, [self.programs[p].devices[0] for p in node.programs],
+                (piece.stop - piece.start) * each / width, width=width,
+            )  # fmt: skip
+        return self._known[key]
+
+    def _update_s(self, block: GradientBlock, program: int) -> float:
+        """Optimizer step of one gradient block on one holder: of all of it, or of its part under ZeRO."""
+        places = {(p.pipeline, p.stage) for p in self.programs[program].places}
+        held_by = next(p for p in block.holders if (p.pipeline, p.stage) in places)
+        stage = self.graph.stage(held_by.pipeline, held_by.stage)
+        device_type = self.devices[self.programs[program].devices[0]].type.name
         model = self.graph.model
         held = [b for b in block.blocks if stage.start <= b < stage.stop]
         total = 0.0
         for b in held[-1:] if block.kind == "tied" else held:
             spec = model.blocks[b]
             price = self.prices.curve(spec.kind, device_type, stage.tensor_parallel_size)[0]
-            own = block.elements if block.kind == "tied" else model.untied_parameters(b)
+            own = float(block.elements if block.kind == "tied" else model.untied_parameters(b))
+            if block.kind == "expert":
+                own = spec.expert_parameters / (block.shard or (0, 1))[1]
+            elif block.kind == "dense" and b in stage.sharded:
+                own -= spec.expert_parameters
             total += price.update_s * (own / spec.parameters if spec.parameters else 1.0)
-        return total
+        return total / (len(block.holders) if block.zero else 1)
 
-    def all(self, joint: Joint) -> list[float]:
-        """Return the seconds of every node."""
-        return [self.seconds(node) for node in joint.nodes]
+
+def _half_s(price: BlockCost, field: str, half: int) -> float:
+    """Seconds of the dense half of a block (even) or of its routed experts (odd)."""
+    expert_s: float = getattr(price, f"expert_{field}")
+    return expert_s if half % 2 else float(getattr(price, field)) - expert_s

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from autopiper._data import data
 from autopiper.costmodel.peaks import memory
-from autopiper.costmodel.simulate import Walks, prepare
+from autopiper.costmodel.walks import Walks, prepare
 from autopiper.ir.graph import TrainingGraph
 from autopiper.ir.joint import Joint
 from autopiper.ir.lower import RECEIVE_DEPTH
@@ -77,8 +77,8 @@ def _prediction(
     makespan_s = max(end, default=0.0)
     peaks: dict[int, float] = {}
     for number, program in enumerate(programs):
-        peak_bytes = memory(number, walks.joint, walks.durations, start, end)[1]
-        peaks |= dict.fromkeys(program.ranks, peak_bytes)
+        held = memory(number, walks.joint, walks.durations, start, end, points=False)
+        peaks |= dict.fromkeys(program.all_ranks, held.peak_bytes)
     return Prediction(
         step_time_s=max(second, default=0.0) - makespan_s,
         makespan_s=makespan_s,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopiper._data import data
 from autopiper.errors import CostError, nearest
+from autopiper.ir.graph import GraphStage, TrainingGraph
 from autopiper.model.spec import RECOMPUTE_CHOICES, Block, Model
 from autopiper.plan.costs import BlockCost, CostTable, PriceIndex
 from autopiper.plan.training import Training
@@ -44,6 +46,63 @@ def static_bytes(
         share = shard_parameters(block, tensor_parallel_size) / block.parameters if block.parameters else None
         total += given * (1 / tensor_parallel_size if share is None else share)
     return total
+
+
+@data
+class States:
+    """Resident bytes of a stage on one device, by what they are."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    """Master weights and optimizer states."""
+
+
+def stage_static_bytes(graph: TrainingGraph, costs: CostTable, stage: GraphStage) -> States:
+    """Return the resident bytes of a stage on one device: what experts' and ZeRO's sharding leave of each block.
+
+    ZeRO 1 divides optimizer states by the number of holders, 2 gradients too, 3 parameters too (Rajbhandari et al., arXiv
+    1910.02054, section 5). A tied parameter that the same device uses in an earlier stage counts there.
+    """
+    training, model, tp = graph.training, graph.model, stage.tensor_parallel_size
+    if costs.parameter_bytes is not None:
+        _check_per_block("parameter_bytes", costs.parameter_bytes, model)
+    each = (training.weight_bytes, training.gradient_bytes, training.master_bytes + training.optimizer_bytes)
+    holders = _holders(graph, stage)
+    earlier = [s for s in graph.groups()[stage.members] if (s.pipeline, s.index) < (stage.pipeline, stage.index)]
+    found = [0.0, 0.0, 0.0]
+    for b in range(stage.start, stage.stop):
+        block = model.blocks[b]
+        whole = shard_parameters(block, tp)
+        experts = block.expert_parameters / tp if b in stage.sharded else 0.0
+        count = whole - experts
+        for tied in model.tied:
+            held_before = any(s.start <= u < s.stop for s in earlier for u in tied.blocks)
+            if b in tied.blocks and (held_before or any(stage.start <= u < b for u in tied.blocks)):
+                count -= tied.parameters / tp
+        # Where the costs give the bytes of a block, those count, divided as its parameters are.
+        scale = 1.0
+        if costs.parameter_bytes is not None:
+            given = costs.parameter_bytes[b] / sum(each)
+            if block.parameters:
+                scale = given / block.parameters
+            else:
+                count = given / tp
+        for n, bytes_ in enumerate(each):
+            divided = holders.get(b, 1) if stage.zero[b - stage.start] >= (3, 2, 1)[n] else 1
+            found[n] += (count / divided + experts / stage.expert_parallel_size) * bytes_ * scale
+    return States(parameters=found[0], gradients=found[1], optimizer=found[2])
+
+
+def _holders(graph: TrainingGraph, stage: GraphStage) -> dict[int, int]:
+    """Return over how many ranks ZeRO divides each block of a stage."""
+    return {
+        b: len(block.holders)
+        for block in graph.gradient_blocks
+        if block.kind == "dense" and block.zero
+        for b in block.blocks
+        if stage.start <= b < stage.stop
+    }
 
 
 def boundary_bytes(model: Model, training: Training, costs: CostTable, cut: int) -> float:

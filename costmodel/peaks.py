@@ -1,83 +1,218 @@
-"""Memory of one rank over the simulated step: parameters, activations from F to B or W, messages, workspace."""
+"""Memory of one rank over the simulated step: parameters and their states, activations from F to B or W, buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopiper._data import data
 from autopiper.costmodel.durations import Durations
-from autopiper.costmodel.memory import boundary_bytes, stage_kept_bytes, stage_workspace_bytes, static_bytes
+from autopiper.costmodel.memory import boundary_bytes, stage_kept_bytes, stage_workspace_bytes, stage_static_bytes
+from autopiper.ir.graph import GraphStage
 from autopiper.ir.joint import Joint
 from autopiper.ir.lower import RECEIVE_DEPTH
-from autopiper.plan.actions import COMPUTE_STREAM
+from autopiper.plan.actions import COMPUTE_STREAM, Action
+from autopiper.plan.timeline import MemoryPoint
 
 TIE = 1e-10
 """Of two moments that differ by less than this, relative, neither is later: sums of floats differ by as much."""
+ACTIVATIONS, GRADIENTS, PARAMETERS, BUFFERS = "activations", "gradients", "parameters", "buffers"
+
+
+@data
+class Memory:
+    """What one rank holds over a step, in bytes."""
+
+    static_bytes: float
+    """Parameters, gradients, master weights and optimizer states that stay."""
+    peak_bytes: float
+    peak_live: int
+    """Most (stage, micro-batch) pairs between their F and their B or W at any time."""
+    points: tuple[MemoryPoint, ...]
 
 
 def memory(
-    number: int, joint: Joint, durations: Durations, start: Sequence[float], end: Sequence[float]
-) -> tuple[float, float, int]:
-    """Return (static bytes, peak bytes, peak live micro-batches) of the ranks of Program `number`.
+    number: int, joint: Joint, durations: Durations, start: Sequence[float], end: Sequence[float], *, points: bool = True
+) -> Memory:
+    """Return what the ranks of Program `number` hold over the step. `points=False` leaves the course of it out.
 
-    Activations count from the start of F to the end of B (or W); a received message from the moment its receive is
-    posted (the one before has arrived, and the one before that is used up) until the pass that uses it is over; a sent
-    one from the pass that made it until it has gone.
+    Activations count from the start of F to the end of B (or W; what I computes again stays until then too); a
+    received message from the moment its receive is posted (the one before has arrived, and the one before that is used
+    up) until the pass that uses it is over; a sent one from the pass that made it until it has gone; under ZeRO 3 the
+    parameters of a bucket from the start of their gather until they are let go, under ZeRO 2 and 3 its gradients from
+    the first backward of a chain until they are reduced. Buffers hold the largest workspace of a pass throughout.
     """
-    graph, program = durations.graph, durations.programs[number]
-    place = program.places[0]
-    stage = graph.stage(place)
-    tp = stage.tensor_parallel_size
-    device_type = durations.devices[program.devices[0]].type.name
-    static = static_bytes(graph.model, graph.training, durations.costs, stage.start, stage.stop, tp)
-    kept: dict[int, float] = {}
-    workspace = 0.0
-    for samples in {row[place.member] for row in stage.slices}:
-        args = (durations.prices, graph.model, device_type, tp, stage.start, stage.stop, stage.recompute, samples)
-        kept[samples] = stage_kept_bytes(*args)
-        workspace = max(workspace, stage_workspace_bytes(*args))
-    changes: list[tuple[float, int, float, int]] = []
-    """(when, releases first, bytes, micro-batches)"""
-
-    def hold(begin_s: float, until_s: float, num_bytes: float, live: int = 0) -> None:
-        changes.append((begin_s, 1, num_bytes, live))
-        changes.append((until_s * (1 - TIE), 0, -num_bytes, -live))
-
-    begun: dict[int, float] = {}
-    done: dict[tuple[str, int], float] = {}
-    for node in joint.streams.get((number, COMPUTE_STREAM), ()):
-        entry = joint.nodes[node]
-        mb = entry.actions[0].micro_batch
-        if mb is None:
-            continue
-        done[entry.kind, mb] = end[node]
-        if entry.kind == "F":
-            begun[mb] = start[node]
-        elif entry.kind in ("B", "W") and mb in begun:
-            hold(begun[mb], end[node], kept[stage.slices[mb][place.member]], 1)
-    for nodes in joint.by_program.get(number, {}).values():
-        if not nodes or joint.nodes[nodes[0]].kind != "TRANSFER":
-            continue
-        below = joint.nodes[nodes[0]].action_of(number).kind in ("SEND_B", "RECV_F")
-        cut = stage.start if below else stage.stop
-        per_sample = boundary_bytes(graph.model, graph.training, durations.costs, cut)
-        used_up: list[float] = []
-        for place_in_channel, node in enumerate(nodes):
-            action = joint.nodes[node].action_of(number)
-            low, high = action.samples or (0, 0)
-            mb = action.micro_batch or 0
-            passes = ("F",) if action.kind.endswith("F") else ("B", "I")
-            over = next((done[k, mb] for k in passes if (k, mb) in done), end[node])
-            if action.kind.startswith("SEND"):
-                hold(over, end[node], per_sample * (high - low))
-            else:
-                posted = end[nodes[place_in_channel - 1]] if place_in_channel else 0.0
-                if place_in_channel >= RECEIVE_DEPTH:
-                    posted = max(posted, used_up[-RECEIVE_DEPTH])
-                used_up.append(max(over, end[node]))
-                hold(posted, used_up[-1], per_sample * (high - low))
-    total = peak = 0.0
+    holds = _Holds(number, joint, durations, start, end)
+    changes = [*holds.activations(), *holds.messages(), *holds.exchanges(), *holds.buckets()]
+    graph = durations.graph
+    stages = [graph.stage(p.pipeline, p.stage) for p in durations.programs[number].places]
+    states = [stage_static_bytes(graph, durations.costs, s) for s in stages]
+    static = {name: sum(getattr(s, name) for s in states) for name in ("parameters", "gradients", "optimizer")}
+    level = {ACTIVATIONS: 0.0, GRADIENTS: static["gradients"], PARAMETERS: static["parameters"], BUFFERS: holds.workspace}
+    optimizer = static["optimizer"]
+    peak = sum(level.values()) + optimizer
     live = most = 0
-    for _, _, num_bytes, count in sorted(changes, key=lambda c: (c[0], c[1])):
-        total, live = total + num_bytes, live + count
-        peak, most = max(peak, total), max(most, live)
-    return static, static + peak + workspace, most
+    course: list[MemoryPoint] = [_point(0.0, level, optimizer)] if points else []
+    for when, _, kind, num_bytes, count in sorted(changes, key=lambda c: (c[0], c[1])):
+        level[kind] += num_bytes
+        live += count
+        peak, most = max(peak, sum(level.values()) + optimizer), max(most, live)
+        if points:
+            point = _point(max(when, course[-1].time_s), level, optimizer)
+            course[-1:] = [point] if when <= course[-1].time_s else [course[-1], point]
+    return Memory(static_bytes=sum(static.values()), peak_bytes=peak, peak_live=most, points=tuple(course))
+
+
+def _point(when: float, level: dict[str, float], optimizer: float) -> MemoryPoint:
+    # Sums of floats that come and go leave crumbs: less than none is none.
+    return MemoryPoint(
+        time_s=when, parameters_bytes=level[PARAMETERS], gradients_bytes=max(0.0, level[GRADIENTS]),
+        optimizer_bytes=optimizer, activations_bytes=max(0.0, level[ACTIVATIONS]), buffers_bytes=max(0.0, level[BUFFERS]),
+    )  # fmt: skip
+
+
+Change = tuple[float, int, str, float, int]
+"""(when, releases first, what, bytes, micro-batches)."""
+
+
+class _Holds:
+    """What is held from when to when on one Program's ranks."""
+
+    def __init__(
+        self, number: int, joint: Joint, durations: Durations, start: Sequence[float], end: Sequence[float]
+    ) -> None:
+        self.number, self.joint, self.durations, self.start, self.end = number, joint, durations, start, end
+        self.graph, self.program = durations.graph, durations.programs[number]
+        self.member = self.program.member
+        self.device_type = durations.devices[self.program.devices[0]].type.name
+        self.streams = joint.by_program.get(number, {})
+        self.over: dict[tuple[int, int, str, int], float] = {}
+        """(pipeline, stage, kind, micro-batch) -> end of the last action of the pass."""
+        self.begun: dict[tuple[int, int, str, int], float] = {}
+        for node, action in self.actions(COMPUTE_STREAM):
+            if action.kind in "FBIW":
+                key = (action.pipeline, action.stage or 0, action.kind, action.micro_batch or 0)
+                self.begun.setdefault(key, start[node])
+                self.over[key] = end[node]
+        self.workspace = max(
+            (
+                stage_workspace_bytes(*self._of(stage, stage.recompute, samples))
+                for stage in self._stages()
+                for samples in {row[self.member] for row in stage.slices}
+            ),
+            default=0.0,
+        )
+
+    def actions(self, stream: str) -> list[tuple[int, Action]]:
+        """Return (node, this Program's action of it) of a stream, in order."""
+        return [(n, self.joint.nodes[n].action_of(self.number)) for n in self.streams.get(stream, ())]
+
+    def _stages(self) -> list[GraphStage]:
+        return [self.graph.stage(p.pipeline, p.stage) for p in self.program.places]
+
+    def _of(self, stage: GraphStage, recompute: tuple[str, ...], samples: int):  # type: ignore[no-untyped-def]
+        return (
+            self.durations.prices, self.graph.model, self.device_type, stage.tensor_parallel_size, stage.start,
+            stage.stop, recompute, samples,
+        )  # fmt: skip
+
+    def _hold(self, begin_s: float, until_s: float, kind: str, num_bytes: float, live: int = 0) -> list[Change]:
+        return [(begin_s, 1, kind, num_bytes, live), (until_s * (1 - TIE), 0, kind, -num_bytes, -live)]
+
+    def activations(self) -> list[Change]:
+        found: list[Change] = []
+        kept: dict[tuple[int, int, int], tuple[float, float]] = {}
+        for stage in self._stages():
+            for samples in {row[self.member] for row in stage.slices}:
+                mine = stage_kept_bytes(*self._of(stage, stage.recompute, samples))
+                everything = stage_kept_bytes(*self._of(stage, ("none",) * len(stage.recompute), samples))
+                kept[stage.pipeline, stage.index, samples] = (mine, max(0.0, everything - mine))
+        for (pipeline, index, kind, mb), begin in self.begun.items():
+            if kind != "F":
+                continue
+            samples = self.graph.stage(pipeline, index).slices[mb][self.member]
+            mine, more = kept[pipeline, index, samples]
+            done = self.over.get((pipeline, index, "B", mb), self.over.get((pipeline, index, "W", mb)))
+            if done is None:
+                continue
+            found += self._hold(begin, done, ACTIVATIONS, mine, 1)
+            again = self.begun.get((pipeline, index, "I", mb))
+            if again is not None and more:
+                found += self._hold(again, done, ACTIVATIONS, more)
+        return found
+
+    def messages(self) -> list[Change]:
+        found: list[Change] = []
+        for stream, nodes in self.streams.items():
+            if not nodes or self.joint.nodes[nodes[0]].kind != "TRANSFER":
+                continue
+            used_up: list[float] = []
+            actions = self.actions(stream)
+            stage = self.durations.stage_of(actions[0][1])
+            cut = stage.start if actions[0][1].kind in ("SEND_B", "RECV_F") else stage.stop
+            per_sample = boundary_bytes(self.graph.model, self.graph.training, self.durations.costs, cut)
+            for place, (node, action) in enumerate(actions):
+                low, high = action.samples or (0, 0)
+                passes = ("F",) if action.kind.endswith("F") else ("B", "I")
+                keys = [(action.pipeline, action.stage or 0, k, action.micro_batch or 0) for k in passes]
+                over = next((self.over[key] for key in keys if key in self.over), self.end[node])
+                if action.kind.startswith("SEND"):
+                    found += self._hold(over, self.end[node], BUFFERS, per_sample * (high - low))
+                    continue
+                posted = self.end[nodes[place - 1]] if place else 0.0
+                if place >= RECEIVE_DEPTH:
+                    posted = max(posted, used_up[-RECEIVE_DEPTH])
+                used_up.append(max(over, self.end[node]))
+                found += self._hold(min(posted, used_up[-1]), used_up[-1], BUFFERS, per_sample * (high - low))
+        return found
+
+    def exchanges(self) -> list[Change]:
+        """All-to-alls: what arrives is held beside what leaves while it does."""
+        found: list[Change] = []
+        for stream, nodes in self.streams.items():
+            if nodes and self.joint.nodes[nodes[0]].kind.startswith("A2A"):
+                for node, action in self.actions(stream):
+                    stage = self.durations.stage_of(action)
+                    block = stage.borders[action.segment - 1].exchange or 0
+                    elements = self.graph.model.blocks[block].all_to_all_elements / stage.tensor_parallel_size
+                    samples = stage.slices[action.micro_batch or 0][self.member]
+                    num_bytes = elements * samples * self.graph.training.activation_bytes
+                    found += self._hold(self.start[node], self.end[node], BUFFERS, num_bytes)
+        return found
+
+    def buckets(self) -> list[Change]:
+        found: list[Change] = []
+        training, blocks = self.graph.training, self.graph.gradient_blocks
+        open_at: dict[tuple[int, int], list[float]] = {}
+        for stream in self.streams:
+            for node, action in self.actions(stream):
+                if action.kind.startswith("UNSHARD_"):
+                    open_at.setdefault((action.gradient_block or 0, action.bucket or 0), []).append(self.start[node])
+        for node, action in self.actions(COMPUTE_STREAM):
+            if action.kind.startswith("RESHARD"):
+                key = (action.gradient_block or 0, action.bucket or 0)
+                num_bytes = self._bucket_elements(key) * training.weight_bytes
+                found += self._hold(open_at[key].pop(0), self.end[node], PARAMETERS, num_bytes)
+        last_tail: dict[tuple[int, int], float] = {}
+        for stream in self.streams:
+            for node, action in self.actions(stream):
+                if action.kind != "REDUCE_GRAD" or action.micro_batch is None:
+                    continue
+                key = (action.gradient_block or 0, action.bucket or 0)
+                home = blocks[key[0]].holders[0]
+                since = last_tail.get(key, -1.0)
+                begins = [
+                    begun for (p, s, kind, _), begun in self.begun.items()
+                    if (p, s) == (home.pipeline, home.stage) and kind in "BW" and since < begun <= self.end[node]
+                ]  # fmt: skip
+                last_tail[key] = self.start[node]
+                if begins:
+                    num_bytes = self._bucket_elements(key) * training.gradient_bytes
+                    found += self._hold(min(begins), self.end[node], GRADIENTS, num_bytes)
+        return found
+
+    def _bucket_elements(self, key: tuple[int, int]) -> float:
+        """Elements of a bucket on one tensor-parallel rank."""
+        block = self.graph.gradient_blocks[key[0]]
+        piece = block.buckets[key[1]]
+        home = block.holders[0]
+        return (piece.stop - piece.start) / self.graph.stage(home.pipeline, home.stage).tensor_parallel_size

@@ -6,14 +6,14 @@ never waits for a send. What is simulated is what is run: the same Programs, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopiper.costmodel.durations import Durations
 from autopiper.costmodel.peaks import memory
-from autopiper.errors import PlanError
+from autopiper.costmodel.walks import prepare
 from autopiper.ir.graph import TrainingGraph
-from autopiper.ir.joint import Joint, join
-from autopiper.plan.actions import COMPUTE_STREAM, Program
+from autopiper.ir.joint import Joint
+from autopiper.plan.actions import COMPUTE_STREAM, EXCHANGE_KINDS, GATHER_KINDS, Program
 from autopiper.plan.costs import CostTable
 from autopiper.plan.timeline import Event, Lane, RankTime, Timeline
 
@@ -22,13 +22,15 @@ EXPOSED_KINDS = {
     "REDUCE_GRAD": "gradient reduction",
     "LOSS": "loss and norm",
     "NORM": "loss and norm",
+    **dict.fromkeys(EXCHANGE_KINDS, "all-to-all"),
+    **dict.fromkeys(GATHER_KINDS, "parameter gather"),
 }
 
 
 def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable, *, events: bool = True) -> Timeline:
     """Walk two consecutive steps; return the timeline of the first, with the period of the second.
 
-    `events=False` leaves the events of the timeline out. Raises PlanError where the Programs do not fit together (`ir.verify` says everything that is wrong), CostError where a price is missing.
+    `events=False` leaves events and the course of memory out. Raises PlanError where the Programs do not fit together (`ir.verify` says everything that is wrong), CostError where a price is missing.
     """
     walks = prepare(graph, programs, costs)
     joint, durations = walks.joint, walks.durations
@@ -37,15 +39,16 @@ def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable
     makespan_s = max(end, default=0.0)
     lanes = []
     for number, program in enumerate(programs):
-        static, peak, live = memory(number, joint, durations, start, end)
+        held = memory(number, joint, durations, start, end, points=events)
         lanes.append(
             Lane(
-                ranks=program.ranks,
-                devices=program.devices,
+                ranks=program.all_ranks,
+                devices=program.all_devices,
                 events=tuple(_events(number, joint, start, end)) if events else (),
-                peak_memory_bytes=peak,
-                static_memory_bytes=static,
-                peak_live_activations=live,
+                peak_memory_bytes=held.peak_bytes,
+                static_memory_bytes=held.static_bytes,
+                peak_live_activations=held.peak_live,
+                memory=held.points,
                 time=_rank_time(number, joint, durations, start, end, makespan_s),
             )
         )
@@ -61,64 +64,6 @@ def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable
         peak_flops=sum(t.peak_flops.get(precision, 0.0) for t in types),
         relative_error=durations.relative_error,
     )
-
-
-class Walks:
-    """What walks of a step need: the joint graph, its nodes in order, and their seconds."""
-
-    def __init__(self, joint: Joint, durations: Durations) -> None:
-        self.joint, self.durations = joint, durations
-        self.order = joint.topological[0]
-        self.seconds = durations.all(joint)
-        self.below = _below(joint, durations)
-
-    def walk(self, carried: Mapping[int, float]) -> tuple[list[float], list[float]]:
-        """Return start and end of every node; `carried` = earliest starts left over from the step before."""
-        before, waits, seconds, below = self.joint.stream_before, self.joint.waits, self.seconds, self.below
-        start = [0.0] * len(seconds)
-        end = [0.0] * len(seconds)
-        for node in self.order:
-            at = carried.get(node, 0.0)
-            for source in before[node]:
-                if end[source] > at:
-                    at = end[source]
-            for source, block in waits[node]:
-                ready = end[source] if block is None else end[source] - below[source, block]
-                if ready > at:
-                    at = ready
-            start[node] = at
-            end[node] = at + seconds[node]
-        return start, end
-
-    def carried_over(self, end: Sequence[float]) -> dict[int, float]:
-        """Return when the first node of each stream can start in the step that follows."""
-        carried: dict[int, float] = {}
-        for nodes in self.joint.streams.values():  # one node may open several streams
-            if nodes:
-                carried[nodes[0]] = max(carried.get(nodes[0], 0.0), end[nodes[-1]])
-        return carried
-
-
-def prepare(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable, joint: Joint | None = None) -> Walks:
-    """Join the Programs, unless that has been done already, and price them. Raises as `simulate` does."""
-    joint = joint or join(programs)
-    stuck = joint.topological[1]
-    if joint.faults or stuck:
-        circle = [f"{len(stuck)} actions wait for each other in a circle"] if stuck else []
-        raise PlanError("the Programs cannot be simulated", [*joint.faults, *circle])
-    return Walks(joint, Durations(graph, programs, costs))
-
-
-def _below(joint: Joint, durations: Durations) -> dict[tuple[int, int], float]:
-    """(node, block) -> seconds from the moment a backward has passed the block to its end, where a wait names it."""
-    found: dict[tuple[int, int], float] = {}
-    for waits in joint.waits:
-        for source, block in waits:
-            if block is not None and (source, block) not in found:
-                node = joint.nodes[source]
-                stage = durations.graph.stage(durations.programs[node.programs[0]].places[0])
-                found[source, block] = durations.of_pass(node)[2][block - stage.start]
-    return found
 
 
 def _events(number: int, joint: Joint, start: Sequence[float], end: Sequence[float]) -> list[Event]:

@@ -22,7 +22,7 @@ def sample_range(graph: TrainingGraph, place: Place, micro_batch: int) -> tuple[
     """Return the samples [start, stop) of the global batch that a place takes of one micro-batch."""
     before = sum(sum(p.micro_batch_sizes) for p in graph.pipelines[: place.pipeline])
     before += sum(graph.pipelines[place.pipeline].micro_batch_sizes[:micro_batch])
-    start, stop = graph.stage(place).ranges(micro_batch)[place.member]
+    start, stop = graph.stage(place.pipeline, place.stage).ranges(micro_batch)[place.member]
     return before + start, before + stop
 
 

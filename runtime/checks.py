@@ -54,14 +54,16 @@ def plan_faults(plan: Plan, graph: TrainingGraph, world_size: int) -> list[str]:
             )
         if "selective" in stage.recompute:
             faults.append(f"stage {stage.tag}: recompute 'selective' cannot be run yet; allowed: none, full")
-        if any(pass_.kind not in ("F", "B") for pass_ in stage.order):
-            faults.append(f"stage {stage.tag}: backwards split into I and W cannot be run yet")
-    faults += [
-        f"rank {r} holds {len(p.places)} places; one stage per rank can be run yet"
-        for p in plan.programs
-        for r in p.ranks
-        if len(p.places) != 1
-    ]
+        if any(stage.zero):
+            faults.append(f"stage {stage.tag}: ZeRO level {max(stage.zero)} cannot be run yet; only 0")
+        if stage.sharded:
+            faults.append(f"stage {stage.tag}: experts shared out over members cannot be run yet")
+    for row in graph.rows:
+        if any(each.kind in "IW" for each in row.passes()):
+            faults.append(f"devices {row.members}: backwards split into I and W cannot be run yet")
+        held = graph.groups()[row.members]
+        if len(held) > 1:
+            faults.append(f"devices {row.members} hold {len(held)} stages; one stage per rank can be run yet")
     return faults
 
 

@@ -81,7 +81,8 @@ class Engine:
             raise PlanError("this plan cannot be run here", faults)
         ir.verify(graph, plan.programs)
         self._graph = graph
-        self._program = program = next(p for p in plan.programs if self.rank in p.ranks)
+        programs = ir.lower_all(graph)  # the plan keeps equal ranks once
+        self._program = program = next(p for p in programs if self.rank in p.ranks)
         self.device = _device(plan, program.devices[program.ranks.index(self.rank)], device)
         _join(self.device, self.rank, world_size)
         facts: dict[str, dict[str, Any]] = {"the plan": {"fingerprint": checks.plan_digest(plan)}}
@@ -98,7 +99,7 @@ class Engine:
         checks.agree(faults, facts, cause)
 
         self._lanes = make_lanes(self.device)
-        groups = self._groups = make_groups(plan.programs, self.rank, self.device)
+        groups = self._groups = make_groups(programs, self.rank, self.device)
         channels = {}
         for stream, group in groups.items():
             if program.streams[stream][0].kind.startswith(("SEND", "RECV")):
@@ -120,7 +121,7 @@ class Engine:
     def _build(self, given: ModuleOrFactory, dtype: torch.dtype, seed: int, state: Mapping[str, Tensor] | None) -> None:
         """Build this rank's stage and gradient buffers. Raises PlanError with everything that differs from the plan."""
         model, graph, place = self.plan.model, self._graph, self._program.places[0]
-        part = graph.stage(place)
+        part = graph.stage(place.pipeline, place.stage)
         example = {
             spec.name: torch.zeros((1, *spec.shape), dtype=getattr(torch, spec.dtype, dtype)) for spec in model.inputs
         }
@@ -139,7 +140,7 @@ class Engine:
             raise PlanError("another module", faults)
         ranks = {device: rank for rank, device in enumerate(graph.devices())}
         held = [
-            (block, sorted({ranks[graph.stage(h).members[h.member][0]] for h in block.holders}))
+            (block, sorted({ranks[graph.stage(h.pipeline, h.stage).members[h.member][0]] for h in block.holders}))
             for block in graph.gradient_blocks
             if place in block.holders
         ]

@@ -57,7 +57,7 @@ class Handlers:
         self._loss_fn, self._inputs_fn, self._lanes = loss_fn, inputs_fn, lanes
         self._device, self._rank = device, rank
         self._place: Place = program.places[0]
-        self._graph_stage = graph.stage(self._place)
+        self._graph_stage = graph.stage(self._place.pipeline, self._place.stage)
         self._sends = Counter((a.kind, a.micro_batch) for a in program.actions() if a.kind.startswith("SEND"))
         self._watch = BackwardWatch(stage)
         self._form: Form | None = None

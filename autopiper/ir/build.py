@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import PlanError
 from autopiper.ir import transform
-from autopiper.ir.gradients import gradient_blocks
+from autopiper.ir.gradients import borders, gradient_blocks
 from autopiper.ir.graph import GraphStage, TrainingGraph
 from autopiper.model.spec import Model
 from autopiper.plan.strategy import Strategy
@@ -24,21 +25,24 @@ def build(strategy: Strategy, model: Model, cluster: Cluster) -> TrainingGraph:
     faults = _faults(graph)
     if faults:
         raise PlanError(f"the strategy for '{model.name}' on '{cluster.name}' is not whole", faults)
-    graph = replace(
+    graph = _each_stage(graph, _with_slices)
+    graph = replace(graph, training=graph.training.resolve(cluster.device(d).type for d in graph.devices()))
+    graph = replace(graph, gradient_blocks=gradient_blocks(graph))
+    return _each_stage(graph, lambda graph, stage: replace(stage, borders=borders(graph, stage)))
+
+
+def _each_stage(graph: TrainingGraph, change: Callable[[TrainingGraph, GraphStage], GraphStage]) -> TrainingGraph:
+    return replace(
         graph,
-        pipelines=tuple(
-            replace(p, stages=tuple(_with_slices(s, p.micro_batch_sizes) for s in p.stages)) for p in graph.pipelines
-        ),
-        training=graph.training.resolve(cluster.device(d).type for d in graph.devices()),
+        pipelines=tuple(replace(p, stages=tuple(change(graph, s) for s in p.stages)) for p in graph.pipelines),
     )
-    return replace(graph, gradient_blocks=gradient_blocks(graph))
 
 
-def _with_slices(stage: GraphStage, sizes: tuple[int, ...]) -> GraphStage:
+def _with_slices(graph: TrainingGraph, stage: GraphStage) -> GraphStage:
     """Fill in what `slices` left open: the members share each micro-batch equally."""
     if stage.slices:
         return stage
-    members = len(stage.members)
+    members, sizes = len(stage.members), graph.pipelines[stage.pipeline].micro_batch_sizes
     uneven = next((size for size in sizes if size % members), None)
     if uneven is not None:
         raise PlanError(
@@ -51,35 +55,33 @@ def _with_slices(stage: GraphStage, sizes: tuple[int, ...]) -> GraphStage:
 def _faults(graph: TrainingGraph) -> list[str]:
     faults = []
     total = sum(sum(p.micro_batch_sizes) for p in graph.pipelines)
-    if not graph.pipelines:
-        faults.append("no pipeline: add pipeline(0, micro_batch_sizes) or split({}, num_microbatches=...)")
-    elif total != graph.training.global_batch_size:
+    if total != graph.training.global_batch_size:
         shares = " + ".join(str(sum(p.micro_batch_sizes)) for p in graph.pipelines)
         summed = f"shares {shares} = {total} samples" if len(graph.pipelines) > 1 else f"pipeline 0 has {total} samples"
         faults.append(f"{summed}, but global_batch_size is {graph.training.global_batch_size}")
-    holder: dict[int, str] = {}
     for pipe in graph.pipelines:
         held = pipe.stages[-1].stop if pipe.stages else 0
         if held != len(graph.model.blocks):
             faults.append(
                 f"pipeline {pipe.index} holds blocks [0, {held}) of {len(graph.model.blocks)}; cut the rest too"
             )
-        for stage in pipe.stages:
-            if not stage.members:
+    for members, stages in graph.groups().items():
+        held_by: dict[int, str] = {}
+        for stage in stages:
+            for block in range(stage.start, stage.stop):
+                other = held_by.setdefault(block, stage.tag)
+                if other != stage.tag:
+                    faults.append(f"devices {members} hold block {block} twice, in {other} and {stage.tag}; once is enough")
+            if stage.expert_parallel_size > 1 and not stage.sharded:
                 faults.append(
-                    f"stage {stage.tag} is placed nowhere; add place({{'PIPE': {pipe.index}, 'PP': {stage.index}}}, devices)"
+                    f"stage {stage.tag} has expert_parallel_size {stage.expert_parallel_size}, but no shard directive says "
+                    f"which experts; add shard({{'PIPE': {stage.pipeline}, 'PP': {stage.index}, 'EP': '*'}}, devices)"
                 )
-            if not stage.order:
-                faults.append(f"stage {stage.tag} has no order; add order(schedule='1f1b', pipelines=({pipe.index},))")
-            for device in (d for member in stage.members for d in member):
-                if device in holder:
-                    faults.append(
-                        f"device {device} holds stage {holder[device]} and stage {stage.tag}; one stage per device can be planned yet"
-                    )
-                holder[device] = stage.tag
-            for member in stage.members:
-                nodes = {graph.cluster.device(d).node for d in member}
-                types = {graph.cluster.device(d).type.name for d in member}
-                if len(nodes) > 1 or len(types) > 1:
-                    faults.append(f"stage {stage.tag}: tensor-parallel ranks {member} must be of one type in one node")
+            if {s.tensor_parallel_size for s in stages} != {stage.tensor_parallel_size}:
+                faults.append(f"stages {', '.join(s.tag for s in stages)} share devices {members} with unlike tensor degrees")
+        for member in members:
+            nodes = {graph.cluster.device(d).node for d in member}
+            types = {graph.cluster.device(d).type.name for d in member}
+            if len(nodes) > 1 or len(types) > 1:
+                faults.append(f"stage {stages[0].tag}: tensor-parallel ranks {member} must be of one type in one node")
     return faults

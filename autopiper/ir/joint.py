@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from autopiper.plan.actions import COLLECTIVE_KINDS, TRANSFER_KINDS, Action, Program
+from autopiper.plan.actions import COLLECTIVE_KINDS, EXCHANGE_KINDS, TRANSFER_KINDS, Action, Program
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Node:
     """One event of the step. Mutable while `join` gathers its members; nobody changes it afterwards."""
 
     kind: str
-    """F, B, I, W, UPDATE; TRANSFER; REDUCE_GRAD, LOSS, NORM."""
+    """F, B, I, W, RESHARD_…, UPDATE; TRANSFER; A2A_F, A2A_B, UNSHARD…, REDUCE_GRAD, LOSS, NORM."""
     text: str
     programs: list[int] = field(default_factory=list)
     """Programs that take part; of a transfer the sender first."""
@@ -97,7 +97,7 @@ def join(programs: Sequence[Program]) -> Joint:
     joined: list[tuple[int, int, Action]] = []
     """(program, node, action) of every action that has a node"""
     sides: dict[int, set[str]] = {}
-    names = [p.places[0].text for p in programs]
+    names = [p.name for p in programs]
     for number, program in enumerate(programs):
         mine, held = at[number], {(p.pipeline, p.stage): p.member for p in program.places}
         for stream, actions in program.streams.items():
@@ -114,6 +114,8 @@ def join(programs: Sequence[Program]) -> Joint:
                     if key is None:
                         faults.append(f"{names[number]}: {text} is of a stage that this Program does not hold")
                         continue
+                elif kind in EXCHANGE_KINDS:  # each group of members that divides the experts has a stream of its own
+                    key = (action.pipeline, action.stage, action.segment, kind, action.micro_batch, stream)
                 elif kind in COLLECTIVE_KINDS:
                     key = (text,)
                 node = shared.get(key) if key is not None else None

@@ -1,22 +1,33 @@
-"""Lowering: from the training graph to one Program per member, with explicit transfers, reductions and updates.
+"""Lowering: from the training graph to Programs, with explicit transfers, gathers, reductions and updates.
 
 What each rank does, in order, per stream. Streams of a Program:
 
     compute            F and B (or I and W) in the order of the schedule, then the updates
     p0:s0.m0>s1.m0:F   one channel: a directed pair of members and one kind of message; one name on both ends
+    a2a, a2a4, …       all-to-alls of sharded experts, one stream per group of members, named by its first
+    gather0, …         gathers of parameters (ZeRO), one stream per holder set
     reduce0, …         gradient reductions, one stream per holder set
     loss, norm         the global loss, the global gradient norm
+
+They stand in a Program in the order in which what is ready is issued (`PRIORITY`), so that what takes long to arrive
+leaves first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from autopiper.ir.graph import GradientBlock, GraphStage, TrainingGraph
-from autopiper.plan.actions import COMPUTE_STREAM, Action, Place, Program, Wait, compute_text
+from autopiper.ir.graph import GradientBlock, GraphStage, Members, TrainingGraph
+from autopiper.ir.replicas import classes
+from autopiper.ir.slots import FINAL_KINDS, Slot, gather_chains, reduce_chains, slots
+from autopiper.plan.actions import COMPUTE_STREAM, Action, Copy, Place, Program, Wait, compute_text
 
 RECEIVE_DEPTH = 2
 """Messages that a channel may receive ahead of their use: one in use, one arriving."""
+GATHER_DEPTH = 1
+"""Slots of computing during which the parameters of a later one may arrive."""
+PRIORITY = ("SEND", "UNSHARD", "A2A", "REDUCE_GRAD", "LOSS", "NORM", "", "RECV")
+"""Kinds by which the streams of a Program are sorted (Piper's dispatch order); "" = computing."""
 
 
 def channel(pipeline: int, source: Place, target: Place, kind: str) -> str:
@@ -25,135 +36,318 @@ def channel(pipeline: int, source: Place, target: Place, kind: str) -> str:
 
 
 def lower(graph: TrainingGraph) -> tuple[Program, ...]:
-    """Write the Programs of a complete training graph, in order of pipeline, stage and member."""
-    ranks = {device: rank for rank, device in enumerate(graph.devices())}
-    reduce_streams: dict[tuple[Place, ...], str] = {}
-    for block in graph.gradient_blocks:
-        if len(block.holders) > 1:
-            reduce_streams.setdefault(block.holders, f"reduce{len(reduce_streams)}")
-    held: dict[Place, list[GradientBlock]] = {}
-    for block in graph.gradient_blocks:
-        for place in block.holders:
-            held.setdefault(place, []).append(block)
-    programs = []
-    for stage in graph.stages():
-        for place in stage.places():
-            devices = stage.members[place.member]
-            streams: dict[str, list[Action]] = {COMPUTE_STREAM: []}
-            for action in _member_actions(graph, stage, place, held.get(place, []), reduce_streams):
-                streams.setdefault(action.stream, []).append(action)
-            programs.append(
-                Program(
-                    ranks=tuple(ranks[d] for d in devices),
-                    devices=devices,
-                    places=(place,),
-                    streams={name: tuple(actions) for name, actions in streams.items()},
-                )
-            )
-    return tuple(programs)
+    """Write one Program per class of equal ranks of a complete training graph, in order of device group and member."""
+    writer = _Writer(graph)
+    return tuple(writer.write(members, first, others) for members, first, others in classes(graph))
 
 
-def _member_actions(
-    graph: TrainingGraph,
-    stage: GraphStage,
-    place: Place,
-    held: list[GradientBlock],
-    reduce_streams: dict[tuple[Place, ...], str],
-) -> Iterator[Action]:
-    computes = {
-        (p.kind, p.micro_batch): compute_text(stage.index, p.kind, p.micro_batch)
-        for p in stage.order
-        if stage.slices[p.micro_batch][place.member] > 0
-    }
-    waits: dict[tuple[str, int], list[Wait]] = {key: [] for key in computes}
-    transfers = [t for kind in ("F", "B") for t in _transfers(graph, stage, place, kind, computes, waits)]
-    for (kind, mb), received in waits.items():
-        yield Action(
-            kind=kind, stream=COMPUTE_STREAM, pipeline=stage.pipeline, stage=stage.index, micro_batch=mb,
-            waits=tuple(received),
-        )  # fmt: skip
-    yield from transfers
-    last = next((text for (kind, _), text in reversed(computes.items()) if kind in ("B", "W")), None)
-    forwards = [text for (kind, _), text in computes.items() if kind == "F"]
-    is_last = stage.index == len(graph.pipelines[stage.pipeline].stages) - 1
-    yield Action(kind="LOSS", stream="loss", waits=(Wait(action=forwards[-1]),) if is_last and forwards else ())
-    reduced: dict[int, str] = {}
-    for block in held:
-        if len(block.holders) > 1:
-            for number, bucket in enumerate(block.buckets):
-                lowest = bucket.lowest_block
-                if block.kind == "tied":  # final when the lowest use in this stage has passed
-                    lowest = min(b for b in block.blocks if stage.start <= b < stage.stop)
-                reduce = Action(
-                    kind="REDUCE_GRAD",
-                    stream=reduce_streams[block.holders],
-                    gradient_block=block.index,
-                    bucket=number,
-                    waits=(Wait(action=last, block=lowest),) if last else (),
-                )
-                reduced[block.index] = reduce.text
-                yield reduce
-    ready: tuple[Wait, ...] = (Wait(action="LOSS"),)
-    if graph.training.needs_norm:
-        before = [Wait(action=text) for text in reduced.values()]
-        if last:
-            before.append(Wait(action=last))
-        yield Action(kind="NORM", stream="norm", waits=tuple(before))
-        ready = (*ready, Wait(action="NORM"))
-    for block in held:
-        # Buckets of one block share a stream, so the last one says that all are over.
-        own_reduce = (Wait(action=reduced[block.index]),) if block.index in reduced else ()
-        yield Action(kind="UPDATE", stream=COMPUTE_STREAM, gradient_block=block.index, waits=(*own_reduce, *ready))
+def lower_all(graph: TrainingGraph) -> tuple[Program, ...]:
+    """Write the Program of every member, equal or not."""
+    writer = _Writer(graph)
+    return tuple(writer.write(members, m) for members in graph.groups() for m in range(len(members)))
 
 
-def _transfers(
-    graph: TrainingGraph,
-    stage: GraphStage,
-    place: Place,
-    kind: str,
-    computes: dict[tuple[str, int], str],
-    waits: dict[tuple[str, int], list[Wait]],
-) -> Iterator[Action]:
-    """Yield the sends and receives of one member for one direction, and add to `waits` what its computes wait for.
+def program_of(graph: TrainingGraph, device: int) -> Program:
+    """Write the Program of the member that a device belongs to; equal ranks differ in their peers and samples."""
+    members, m = next((g, m) for g in graph.groups() for m, devices in enumerate(g) if device in devices)
+    return _Writer(graph).write(members, m)
 
-    `computes` = the text of each compute of the member, in its order. Forward messages go to the next stage, backward
-    ones to the stage before; the order of a channel is the order in which the *sending* stage works.
-    """
-    pipe = graph.pipelines[stage.pipeline]
-    step = 1 if kind == "F" else -1
-    produce = ("F",) if kind == "F" else ("B", "I")
-    if 0 <= stage.index + step < len(pipe.stages):
-        regions = _Regions(stage, pipe.stages[stage.index + step], place.member)
-        streams = regions.streams(stage.pipeline, kind, sending=True)
-        for (name, mb), text in computes.items():
-            if name in produce:
-                ready = (Wait(action=text),)
-                for peer, region in regions.of(mb):
-                    yield Action(
-                        kind=f"SEND_{kind}", stream=streams[peer], pipeline=stage.pipeline, stage=stage.index,
-                        micro_batch=mb, peer=peer, samples=region, waits=ready,
-                    )  # fmt: skip
-    if 0 <= stage.index - step < len(pipe.stages):
-        other = pipe.stages[stage.index - step]
-        regions = _Regions(stage, other, place.member)
-        streams = regions.streams(stage.pipeline, kind, sending=False)
-        consumers: dict[int, list[str]] = {}
-        for sent in other.order:
-            if sent.kind not in produce or stage.slices[sent.micro_batch][place.member] == 0:
-                continue
-            mb = sent.micro_batch
-            use = next((key for key in ((k, mb) for k in produce) if key in computes), None)
-            for peer, region in regions.of(mb):
-                ahead = consumers.setdefault(peer, [])
-                receive = Action(
-                    kind=f"RECV_{kind}", stream=streams[peer], pipeline=stage.pipeline, stage=stage.index,
-                    micro_batch=mb, peer=peer, samples=region,
-                    waits=(Wait(action=ahead[-RECEIVE_DEPTH]),) if len(ahead) >= RECEIVE_DEPTH else (),
+
+class _Writer:
+    """What all Programs of a graph are written from."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.ranks = {device: rank for rank, device in enumerate(graph.devices())}
+        self.groups = graph.groups()
+        self.slots: dict[Members, list[Slot]] = {row.members: slots(graph, row) for row in graph.rows}
+        self.of_stage: dict[tuple[int, int], list[tuple[int, Slot]]] = {}
+        """(pipeline, stage) -> (position, slot) of each of its slots."""
+        for order in self.slots.values():
+            for n, slot in enumerate(order):
+                self.of_stage.setdefault((slot.it.pipeline, slot.it.stage), []).append((n, slot))
+        self.held: dict[tuple[int, ...], list[GradientBlock]] = {}
+        for block in graph.gradient_blocks:
+            for p in block.holders:
+                self.held.setdefault(graph.stage(p.pipeline, p.stage).members[p.member], []).append(block)
+
+    def write(self, members: Members, member: int, copies: Iterable[int] = ()) -> Program:
+        devices = members[member]
+        streams: dict[str, list[Action]] = {}
+        for action in _Member(self, members, member).actions():
+            streams.setdefault(action.stream, []).append(action)
+        streams.setdefault(COMPUTE_STREAM, [])
+        return Program(
+            ranks=tuple(self.ranks[d] for d in devices),
+            devices=devices,
+            places=tuple(
+                Place(pipeline=s.pipeline, stage=s.index, member=member) for s in self.groups[members]
+            ),
+            streams={name: tuple(streams[name]) for name in sorted(streams, key=lambda n: _priority(n, streams[n]))},
+            copies=tuple(
+                Copy(ranks=tuple(self.ranks[d] for d in members[m]), devices=members[m], member=m) for m in copies
+            ),
+        )
+
+
+def _priority(name: str, actions: list[Action]) -> int:
+    if name == COMPUTE_STREAM:
+        return PRIORITY.index("")
+    return next(i for i, kind in enumerate(PRIORITY) if kind and actions[0].kind.startswith(kind))
+
+
+class _Member:
+    """Writes the actions of one member of one device group."""
+
+    def __init__(self, writer: _Writer, members: Members, member: int) -> None:
+        self.writer, self.graph, self.members, self.member = writer, writer.graph, members, member
+        self.stages = writer.groups[members]
+        self.order = writer.slots[members]
+        several = len({s.pipeline for s in self.stages}) > 1
+        self.prefix = {s.pipeline: f"p{s.pipeline}:" if several else "" for s in self.stages}
+        self.texts: list[str | None] = [
+            self.text(slot) if slot.stage.slices[slot.it.micro_batch][member] else None for slot in self.order
+        ]
+        """Per slot, the compute action; None where this member's slice is empty."""
+        self.position = {text: n for n, text in enumerate(self.texts) if text is not None}
+        self.waits: list[list[Wait]] = [[] for _ in self.order]
+        self.after: list[list[Action]] = [[] for _ in self.order]
+        """Local actions that follow a slot on the compute stream."""
+
+    def slots_of(self, stage: GraphStage) -> list[tuple[int, Slot]]:
+        """Return (position, slot) of every slot of a stage."""
+        return self.writer.of_stage[stage.pipeline, stage.index]
+
+    def text(self, slot: Slot) -> str:
+        it = slot.it
+        return compute_text(it.stage, it.kind, it.micro_batch, slot.segment, self.prefix[it.pipeline])
+
+    def pass_text(self, stage: GraphStage, kind: str, micro_batch: int) -> str:
+        """Name the last action of a pass: its output is there when that is over."""
+        segment = stage.num_segments - 1 if kind == "F" else 0
+        return compute_text(stage.index, kind, micro_batch, segment, self.prefix[stage.pipeline])
+
+    def latest(self, position: int) -> tuple[Wait, ...]:
+        """Wait for the last compute action of this member at or before a slot."""
+        text = next((self.texts[n] for n in range(position, -1, -1) if self.texts[n]), None)
+        return (Wait(action=text),) if text else ()
+
+    def actions(self) -> Iterator[Action]:
+        others = [*self.exchanges(), *(t for s in self.stages for kind in "FB" for t in self.transfers(s, kind))]
+        gathers = self.gathers()
+        reduces = self.reductions()
+        for slot, text, waits, after in zip(self.order, self.texts, self.waits, self.after, strict=True):
+            if text is not None:
+                it = slot.it
+                yield Action(
+                    kind=it.kind, stream=COMPUTE_STREAM, pipeline=it.pipeline, stage=it.stage,
+                    micro_batch=it.micro_batch, segment=slot.segment, prefix=self.prefix[it.pipeline], waits=tuple(waits),
                 )  # fmt: skip
-                yield receive
-                if use is not None:
-                    waits[use].append(Wait(action=receive.text))
-                    ahead.append(computes[use])
+            yield from after
+        yield from others
+        yield from gathers
+        yield from reduces
+        yield from self.end_of_step(reduces)
+
+    # Messages between stages
+
+    def transfers(self, stage: GraphStage, kind: str) -> Iterator[Action]:
+        """Yield the sends and receives of one stage for one direction, and note what its passes wait for.
+
+        Forward messages go to the next stage, backward ones to the stage before; the order of a channel is the order
+        in which the *sending* side works. What stays on this member is no message: the pass waits for the pass.
+        """
+        pipe = self.graph.pipelines[stage.pipeline]
+        step = 1 if kind == "F" else -1
+        makes = ("F",) if kind == "F" else ("B", "I")
+        if 0 <= stage.index + step < len(pipe.stages):
+            regions = _Regions(stage, pipe.stages[stage.index + step], self.member)
+            streams = regions.streams(stage.pipeline, kind, sending=True)
+            for n, slot in self.slots_of(stage):
+                text = self.texts[n]
+                if text is not None and slot.it.kind in makes and slot.last:
+                    for peer, region in regions.of(slot.it.micro_batch):
+                        if not regions.local(peer):
+                            yield self._message(f"SEND_{kind}", slot, peer, region, streams[peer], (Wait(action=text),))
+        if 0 <= stage.index - step < len(pipe.stages):
+            yield from self._receives(stage, pipe.stages[stage.index - step], kind, makes)
+
+    def _message(
+        self, kind: str, slot: Slot, peer: int, region: tuple[int, int], stream: str, waits: tuple[Wait, ...]
+    ) -> Action:
+        it = slot.it
+        return Action(
+            kind=kind, stream=stream, pipeline=it.pipeline, stage=slot.stage.index, micro_batch=it.micro_batch,
+            peer=peer, samples=region, waits=waits, prefix=self.prefix[it.pipeline],
+        )  # fmt: skip
+
+    def _receives(self, stage: GraphStage, other: GraphStage, kind: str, makes: tuple[str, ...]) -> Iterator[Action]:
+        regions = _Regions(stage, other, self.member)
+        streams = regions.streams(stage.pipeline, kind, sending=False)
+        users = {
+            slot.it.micro_batch: n
+            for n, slot in self.slots_of(stage)
+            if slot.it.kind in makes and slot.first and self.texts[n] is not None
+        }
+        arriving: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+        for _, slot in self.slots_of(other):
+            mb = slot.it.micro_batch
+            if slot.it.kind in makes and slot.last and mb in users:
+                for peer, region in regions.of(mb):
+                    if regions.local(peer):
+                        self.waits[users[mb]].append(Wait(action=self.pass_text(other, slot.it.kind, mb)))
+                    else:
+                        arriving.setdefault(peer, []).append((mb, region))
+        for peer, messages in arriving.items():
+            uses = [users[mb] for mb, _ in messages]
+            soonest = list(uses)  # of this message and all later ones: only what is used before them frees a buffer
+            for n in range(len(uses) - 2, -1, -1):
+                soonest[n] = min(uses[n], soonest[n + 1])
+            for n, (mb, region) in enumerate(messages):
+                freed = uses[n - RECEIVE_DEPTH] if n >= RECEIVE_DEPTH else None
+                waits = self.latest(freed) if freed is not None and freed < soonest[n] else ()
+                action = self._message(
+                    f"RECV_{kind}", self.order[users[mb]], peer, region, streams[peer], waits
+                )
+                self.waits[users[mb]].append(Wait(action=action.text))
+                yield action
+
+    # All-to-alls of sharded experts
+
+    def exchanges(self) -> Iterator[Action]:
+        """Yield the all-to-alls in the order of the slots, and note what the segments wait for."""
+        for n, slot in enumerate(self.order):
+            stage, it = slot.stage, slot.it
+            border = slot.segment if it.kind == "F" else slot.segment - 1
+            if it.kind == "W" or not 0 <= border < len(stage.borders) or stage.borders[border].exchange is None:
+                continue
+            size = stage.expert_parallel_size
+            group = self.member // size * size
+            if not any(stage.slices[it.micro_batch][group : group + size]):
+                continue
+            action = Action(
+                kind="A2A_F" if it.kind == "F" else "A2A_B", stream=f"{stage.exchange_stream or 'a2a'}{group or ''}",
+                pipeline=it.pipeline, stage=stage.index, micro_batch=it.micro_batch, segment=border + 1,
+                prefix=self.prefix[it.pipeline], waits=self.latest(n),
+            )  # fmt: skip
+            yield action
+            following = next(
+                at for at in range(n + 1, len(self.order))
+                if self.order[at].it == it and self.order[at].segment == (border + 1 if it.kind == "F" else border)
+            )  # fmt: skip
+            self.waits[following].append(Wait(action=action.text))
+
+    # Parameters and gradients
+
+    def gathers(self) -> list[Action]:
+        """Write the gathers of ZeRO 3, each for a chain of slots, no earlier than `GATHER_DEPTH` slots before it."""
+        found: list[tuple[int, Action]] = []
+        for block in self.writer.held.get(self.members[self.member], ()):
+            for bucket in range(len(block.buckets)) if block.zero == 3 else ():
+                for chain in gather_chains(self.order, block, bucket):
+                    head, tail = self.order[chain.first].it, self.order[chain.last].it
+                    gather = Action(
+                        kind=f"UNSHARD_{head.kind}", stream=block.gather_stream, micro_batch=head.micro_batch,
+                        gradient_block=block.index, bucket=bucket,
+                        waits=self.latest(chain.first - 1 - GATHER_DEPTH),
+                    )  # fmt: skip
+                    found.append((chain.first, gather))
+                    user = next((n for n in range(chain.first, chain.last + 1) if self.texts[n]), None)
+                    if user is not None:
+                        self.waits[user].append(Wait(action=gather.text))
+                    self.after[chain.last].append(
+                        Action(
+                            kind=f"RESHARD_{tail.kind}", stream=COMPUTE_STREAM, micro_batch=tail.micro_batch,
+                            gradient_block=block.index, bucket=bucket, waits=(Wait(action=gather.text),),
+                        )  # fmt: skip
+                    )
+        return [action for _, action in sorted(found, key=lambda pair: (pair[0], pair[1].bucket or 0))]
+
+    def reductions(self) -> list[Action]:
+        """Write the reductions, in the order in which they can begin; over several device groups, by gradient block."""
+        found: list[tuple[tuple[float, int, int], Action]] = []
+        for block in self.writer.held.get(self.members[self.member], ()):
+            if len(block.holders) == 1:
+                continue
+            shared = any(self.graph.stage(p.pipeline, p.stage).members != self.members for p in block.holders)
+            chains = reduce_chains(self.order, block) if block.zero >= 2 else []
+            finals = [chain.last for chain in chains] or [max(self._finals(block, final=False), default=0)]
+            for position in finals:
+                each = self.order[position].it.micro_batch if block.zero >= 2 else None
+                for number in range(len(block.buckets)):
+                    waits = (
+                        self._passed(block, number, position) if block.zero >= 2
+                        else tuple(w for n in self._finals(block) for w in self._passed(block, number, n))
+                    )  # fmt: skip
+                    reduce = Action(
+                        kind="REDUCE_GRAD", stream=block.reduce_stream, gradient_block=block.index, bucket=number,
+                        micro_batch=each, waits=waits,
+                    )  # fmt: skip
+                    found.append(((float("inf") if shared else position, block.index, number), reduce))
+        return [action for _, action in sorted(found, key=lambda pair: pair[0])]
+
+    def _finals(self, block: GradientBlock, *, final: bool = True) -> list[int]:
+        """Positions of the last backward slot of each of this member's stages that use a gradient block.
+
+        `final`: of the slots that this member computes; else of all that its group has.
+        """
+        found = []
+        for stage in self.stages:
+            if any(stage.start <= b < stage.stop for b in block.blocks):
+                last = next(
+                    (n for n, slot in reversed(self.slots_of(stage))
+                     if slot.it.kind in FINAL_KINDS and (self.texts[n] or not final)), None,
+                )  # fmt: skip
+                found += [] if last is None else [last]
+        return found
+
+    def _passed(self, block: GradientBlock, bucket: int, position: int) -> tuple[Wait, ...]:
+        """Wait until the backward that ends with the slot at `position` has passed the lowest block of a bucket."""
+        stage = self.order[position].stage
+        slot = next(  # an empty slice has nothing to wait for but what came before
+            (slot for n, slot in reversed(self.slots_of(stage))
+             if n <= position and self.texts[n] and slot.it.kind in FINAL_KINDS), None,
+        )  # fmt: skip
+        if slot is None:
+            return ()
+        it = slot.it
+        lowest = block.buckets[bucket].lowest_block
+        if block.kind == "tied":  # final when the lowest use in this stage has passed
+            inside = [b for b in block.blocks if stage.start <= b < stage.stop]
+            lowest = min(inside, default=stage.start)
+        if it.kind == "W":
+            return (Wait(action=self.text(slot), block=lowest),)
+        segment = stage.segment_of(2 * lowest + block.low_half) if stage.start <= lowest < stage.stop else 0
+        text = compute_text(it.stage, it.kind, it.micro_batch, segment, self.prefix[it.pipeline])
+        return (Wait(action=text, block=None if block.low_half else lowest),)
+
+    def end_of_step(self, reduces: list[Action]) -> Iterator[Action]:
+        """Yield loss, norm, updates, and the gathers of what ZeRO 1 and 2 have updated in parts."""
+        losses = []
+        for stage in self.stages:
+            if stage.index == len(self.graph.pipelines[stage.pipeline].stages) - 1:
+                forwards = (self.texts[n] for n, s in reversed(self.slots_of(stage)) if s.it.kind == "F" and s.last)
+                losses += [text for text in forwards if text][:1]
+        yield Action(kind="LOSS", stream="loss", waits=tuple(Wait(action=text) for text in losses))
+        reduced = {a.gradient_block: a.text for a in reduces}
+        ready: tuple[Wait, ...] = (Wait(action="LOSS"),)
+        if self.graph.training.needs_norm:
+            last = next((t for t, s in zip(reversed(self.texts), reversed(self.order), strict=True)
+                         if t and s.it.kind in FINAL_KINDS), None)  # fmt: skip
+            before = [Wait(action=text) for text in dict.fromkeys(reduced.values())]
+            yield Action(kind="NORM", stream="norm", waits=(*before, *((Wait(action=last),) if last else ())))
+            ready = (*ready, Wait(action="NORM"))
+        for block in self.writer.held.get(self.members[self.member], ()):
+            own = (Wait(action=reduced[block.index]),) if block.index in reduced else ()
+            update = Action(
+                kind="UPDATE", stream=COMPUTE_STREAM, gradient_block=block.index, waits=(*own, *ready)
+            )
+            yield update
+            for bucket in range(len(block.buckets)) if block.zero in (1, 2) else ():
+                yield Action(
+                    kind="UNSHARD", stream=block.gather_stream, gradient_block=block.index, bucket=bucket,
+                    waits=(Wait(action=update.text),),
+                )  # fmt: skip
 
 
 class _Regions:
@@ -162,6 +356,10 @@ class _Regions:
     def __init__(self, stage: GraphStage, other: GraphStage, member: int) -> None:
         self.stage, self.other, self.member = stage, other, member
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, tuple[int, int]]]] = {}
+
+    def local(self, peer: int) -> bool:
+        """Whether a member of the neighbour is this very member: both stages are on one device group."""
+        return self.stage.members == self.other.members and peer == self.member
 
     def of(self, micro_batch: int) -> list[tuple[int, tuple[int, int]]]:
         """Return (peer, samples [start, stop)) for every member of the neighbour that shares samples."""

@@ -1,7 +1,7 @@
 """What each directive does to the training graph: one pure function each, graph in, graph out.
 
 Directives are applied in the compiler's order (`PHASES`), not in the order of the file, as Piper's passes are; within
-one phase the file's order holds.
+one phase the file's order holds. `source` names the directive, with its position, where the graph remembers it.
 """
 
 from __future__ import annotations
@@ -12,27 +12,44 @@ from dataclasses import replace
 from typing import Any
 
 from autopiper.errors import PlanError, nearest
-from autopiper.ir import schedules
-from autopiper.ir.filters import PASS_TAGS, PASSES, STAGE_TAGS, check_tags, matches
-from autopiper.ir.graph import GraphPipeline, GraphStage, Pass, TrainingGraph
+from autopiper.ir import orders
+from autopiper.ir.filters import Selection, select
+from autopiper.ir.graph import GraphPipeline, GraphStage, TrainingGraph
 from autopiper.model.spec import RECOMPUTE_CHOICES
 from autopiper.plan import directives as d
 
 
 def _update(
-    graph: TrainingGraph, stages: Iterable[GraphStage], change: Callable[[GraphStage], GraphStage]
+    graph: TrainingGraph, found: Iterable[Selection], change: Callable[[GraphStage, tuple[int, ...]], GraphStage]
 ) -> TrainingGraph:
-    chosen = {(s.pipeline, s.index) for s in stages}
+    """Change the selected stages; `change` gets a stage and its selected blocks."""
+    chosen = {(s.stage.pipeline, s.stage.index): s.blocks for s in found}
+
+    def new(stage: GraphStage) -> GraphStage:
+        blocks = chosen.get((stage.pipeline, stage.index))
+        return stage if blocks is None else change(stage, blocks)
+
     return replace(
-        graph,
-        pipelines=tuple(
-            replace(p, stages=tuple(change(s) if (s.pipeline, s.index) in chosen else s for s in p.stages))
-            for p in graph.pipelines
-        ),
+        graph, pipelines=tuple(replace(p, stages=tuple(new(s) for s in p.stages)) for p in graph.pipelines)
     )
 
 
-def pipeline(graph: TrainingGraph, it: d.PipelineDirective) -> TrainingGraph:
+def _whole(found: list[Selection]) -> list[Selection]:
+    """Return what was found, where it is whole stages."""
+    part = next((s for s in found if not s.whole), None)
+    if part is not None:
+        raise PlanError(
+            f"selects blocks {_words(part.blocks)} of stage {part.stage.tag}, which has {part.stage.start}.."
+            f"{part.stage.stop - 1}; this directive is for whole stages: filter by PIPE and PP"
+        )
+    return found
+
+
+def _words(blocks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, blocks[:6])) + ("…" if len(blocks) > 6 else "")
+
+
+def pipeline(graph: TrainingGraph, it: d.PipelineDirective, source: str = "") -> TrainingGraph:
     """Add a pipeline with its micro-batches."""
     if it.index != len(graph.pipelines):
         raise PlanError(f"pipeline index {it.index} is out of turn; the next one is {len(graph.pipelines)}")
@@ -45,21 +62,30 @@ def pipeline(graph: TrainingGraph, it: d.PipelineDirective) -> TrainingGraph:
     )
 
 
-def split(graph: TrainingGraph, it: d.SplitDirective) -> TrainingGraph:
+def split(graph: TrainingGraph, it: d.SplitDirective, source: str = "") -> TrainingGraph:
     """Without `pipeline` directives: one pipeline of equal micro-batches of the global batch."""
     total, count = graph.training.global_batch_size, it.num_microbatches
     if graph.pipelines:
-        raise PlanError("split cannot be combined with pipeline directives, which hold the micro-batches already")
-    if it.filter or it.dim_name != "MB":
         raise PlanError(
-            f"split {dict(it.filter)} dim_name '{it.dim_name}': only the whole graph, as 'MB', can be split yet; say the micro-batches of one pipeline with pipeline(index, micro_batch_sizes)"
+            "the micro-batches are given already, by pipeline directives or another split; one of them must go"
         )
+    if any(value != "*" for value in it.filter.values()):
+        raise PlanError(
+            f"{dict(it.filter)} is a part of the model; every stage of a pipeline works on the same micro-batches: split "
+            "the whole with {}, or give those of one pipeline with pipeline(index, micro_batch_sizes)"
+        )
+    if it.dim_name in ("PIPE", "PP", "PASS") or not it.dim_name.isidentifier():
+        raise PlanError(f"dim_name '{it.dim_name}' is taken or no name; usual is 'MB'")
     if count < 1 or total % count:
-        raise PlanError(f"split: {total} samples do not divide into {count} equal micro-batches")
-    return replace(graph, pipelines=(GraphPipeline(index=0, micro_batch_sizes=(total // count,) * count),))
+        raise PlanError(
+            f"{total} samples do not divide into {count} equal micro-batches"
+            + (f"; {total} mod {count} = {total % count}" if count > 0 else "")
+        )
+    pipe = GraphPipeline(index=0, micro_batch_sizes=(total // count,) * count)
+    return replace(graph, pipelines=(pipe,), micro_batch_tag=it.dim_name)
 
 
-def cut(graph: TrainingGraph, it: d.CutDirective) -> TrainingGraph:
+def cut(graph: TrainingGraph, it: d.CutDirective, source: str = "") -> TrainingGraph:
     """Add a stage to a pipeline."""
     start, stop = it.blocks
     last = len(graph.model.blocks)
@@ -72,39 +98,62 @@ def cut(graph: TrainingGraph, it: d.CutDirective) -> TrainingGraph:
             f"cut of pipeline {it.pipeline}: stage {it.stage} with blocks [{start}, {stop}); expected stage {len(pipe.stages)} "
             f"with blocks from {expected} to at most {last}, so that every block is held exactly once"
         )
+    count = stop - start
     stage = GraphStage(
-        pipeline=it.pipeline, index=it.stage, start=start, stop=stop, recompute=("none",) * (stop - start)
-    )
+        pipeline=it.pipeline, index=it.stage, start=start, stop=stop, recompute=("none",) * count, zero=(0,) * count,
+        source=source,
+    )  # fmt: skip
     pipelines = list(graph.pipelines)
     pipelines[it.pipeline] = replace(pipe, stages=(*pipe.stages, stage))
     return replace(graph, pipelines=tuple(pipelines))
 
 
-def place(graph: TrainingGraph, it: d.PlaceDirective) -> TrainingGraph:
+def cut_as_annotated(graph: TrainingGraph) -> TrainingGraph:
+    """Without `cut` directives: every pipeline has the stages that the model is annotated with, or a single one."""
+    regions = sorted((a for a in graph.model.annotations if a.name == "PP"), key=lambda a: a.index)
+    ends = [(f"the model's annotation PP {a.index}", a.start, a.stop) for a in regions]
+    ends = ends or [("a model without cut directives and PP annotations", 0, len(graph.model.blocks))]
+    for pipe in graph.pipelines:
+        for number, (source, start, stop) in enumerate(ends):
+            try:
+                graph = cut(graph, d.cut(pipe.index, number, blocks=(start, stop)), source)
+            except PlanError as fault:
+                raise PlanError(f"{source}: {fault}") from None
+    return graph
+
+
+def place(graph: TrainingGraph, it: d.PlaceDirective, source: str = "") -> TrainingGraph:
     """Put stages on devices; `degrees` groups them into tensor-parallel members."""
     if not it.devices or len(set(it.devices)) != len(it.devices):
-        raise PlanError(f"place {dict(it.filter)}: devices {it.devices} must be one or more different ids")
+        raise PlanError(f"{dict(it.filter)}: devices {it.devices} must be one or more different ids")
     for device in it.devices:
         graph.cluster.device(device)
-    found = matches(graph, it.filter, "place")
-    for stage in found:
-        if stage.members:
-            raise PlanError(f"place {dict(it.filter)}: stage {stage.tag} is placed already, on {stage.members}")
-    return _update(graph, found, lambda s: replace(s, members=tuple((device,) for device in it.devices)))
+    found = _whole(select(graph, it.filter))
+    for each in found:
+        if each.stage.members:
+            raise PlanError(f"{dict(it.filter)}: stage {each.stage.tag} is placed already, on {each.stage.members}")
+    return _update(graph, found, lambda s, _: replace(s, members=tuple((device,) for device in it.devices)))
 
 
-def degrees(graph: TrainingGraph, it: d.DegreesDirective) -> TrainingGraph:
-    """Group the devices of stages into members of `tensor_parallel_size`."""
-    tp = it.tensor_parallel_size
-    for name in ("context_parallel_size", "expert_parallel_size"):
-        if getattr(it, name) != 1:
-            raise PlanError(f"degrees {dict(it.filter)}: {name} is {getattr(it, name)}; only 1 can be planned yet")
-    found = matches(graph, it.filter, "degrees")
-    for stage in found:
+def degrees(graph: TrainingGraph, it: d.DegreesDirective, source: str = "") -> TrainingGraph:
+    """Group the devices of stages into members of `tensor_parallel_size`, and members into expert-parallel groups."""
+    tp, ep = it.tensor_parallel_size, it.expert_parallel_size
+    if it.context_parallel_size != 1:
+        raise PlanError(
+            f"{dict(it.filter)}: context_parallel_size is {it.context_parallel_size}; only 1 can be planned yet"
+        )
+    found = _whole(select(graph, it.filter))
+    for stage in (each.stage for each in found):
         flat = [device for member in stage.members for device in member]
         if tp < 1 or not flat or len(flat) % tp:
             raise PlanError(
-                f"degrees {dict(it.filter)}: {len(flat)} devices of {stage.tag} do not divide by tensor_parallel_size {tp}"
+                f"{dict(it.filter)}: {len(flat)} devices of {stage.tag} do not divide by tensor_parallel_size {tp}"
+            )
+        members = len(flat) // tp
+        if ep < 1 or members % ep:
+            raise PlanError(
+                f"{dict(it.filter)}: {members} members of {stage.tag} do not divide by expert_parallel_size {ep}; "
+                f"{members} mod {ep} = {members % ep if ep > 0 else '?'}"
             )
         for block in graph.model.blocks[stage.start : stage.stop]:
             for name, count in block.tensor_divisors:
@@ -114,18 +163,21 @@ def degrees(graph: TrainingGraph, it: d.DegreesDirective) -> TrainingGraph:
                         f"tensor_parallel_size {tp}; {count} mod {tp} = {count % tp}"
                     )
 
-    def change(stage: GraphStage) -> GraphStage:
+    def change(stage: GraphStage, _: tuple[int, ...]) -> GraphStage:
         flat = [device for member in stage.members for device in member]
         members = tuple(tuple(flat[i : i + tp]) for i in range(0, len(flat), tp))
-        return replace(stage, members=members, tensor_parallel_size=tp, sequence_parallel=it.sequence_parallel)
+        return replace(
+            stage, members=members, tensor_parallel_size=tp, sequence_parallel=it.sequence_parallel,
+            expert_parallel_size=ep,
+        )  # fmt: skip
 
     return _update(graph, found, change)
 
 
-def slices(graph: TrainingGraph, it: d.SlicesDirective) -> TrainingGraph:
+def slices(graph: TrainingGraph, it: d.SlicesDirective, source: str = "") -> TrainingGraph:
     """Share each micro-batch among the members."""
-    found = matches(graph, it.filter, "slices")
-    for stage in found:
+    found = _whole(select(graph, it.filter))
+    for stage in (each.stage for each in found):
         sizes = graph.pipelines[stage.pipeline].micro_batch_sizes
         if len(it.slices) != len(sizes):
             raise PlanError(f"slices of {stage.tag}: {len(it.slices)} rows for {len(sizes)} micro-batches")
@@ -135,124 +187,106 @@ def slices(graph: TrainingGraph, it: d.SlicesDirective) -> TrainingGraph:
                     f"slices of {stage.tag}, micro-batch {m}: {row} must be {len(stage.members)} numbers of 0 or more "
                     f"(one a member) with sum {size}; their sum is {sum(row)}"
                 )
-    return _update(graph, found, lambda s: replace(s, slices=it.slices))
+    return _update(graph, found, lambda s, _: replace(s, slices=it.slices))
 
 
-def recompute(graph: TrainingGraph, it: d.RecomputeDirective) -> TrainingGraph:
+def recompute(graph: TrainingGraph, it: d.RecomputeDirective, source: str = "") -> TrainingGraph:
     """Choose per block what the backward computes again."""
-    found = matches(graph, it.filter, "recompute")
 
-    def change(stage: GraphStage) -> GraphStage:
-        count = stage.stop - stage.start
-        choices = (it.blocks,) * count if isinstance(it.blocks, str) else it.blocks
-        if len(choices) != count:
-            raise PlanError(f"recompute of {stage.tag}: {len(choices)} choices for {count} blocks")
-        for choice in choices:
+    def change(stage: GraphStage, blocks: tuple[int, ...]) -> GraphStage:
+        choices = (it.blocks,) * len(blocks) if isinstance(it.blocks, str) else it.blocks
+        if len(choices) != len(blocks):
+            raise PlanError(f"recompute of {stage.tag}: {len(choices)} choices for {len(blocks)} blocks")
+        new = list(stage.recompute)
+        for block, choice in zip(blocks, choices, strict=True):
             if choice not in RECOMPUTE_CHOICES:
                 raise PlanError(
                     f"recompute of {stage.tag}: '{choice}'{nearest(choice, RECOMPUTE_CHOICES)}; allowed: {', '.join(RECOMPUTE_CHOICES)}"
                 )
-        return replace(stage, recompute=choices)
+            new[block - stage.start] = choice
+        return replace(stage, recompute=tuple(new))
+
+    return _update(graph, select(graph, it.filter), change)
+
+
+def replicate(graph: TrainingGraph, it: d.ReplicateDirective, source: str = "") -> TrainingGraph:
+    """Say how gradients are reduced; the reduction itself is inserted for every block with several holders."""
+    found = select(graph, it.filter)
+    if it.devices is not None:
+        for each in found:
+            _same_devices(each.stage, it.devices)
+    level = 3 if it.shard_params else 2 if it.shard_grads else 1 if it.shard_optimizer else 0
+    if it.bucket_size is not None:
+        if not (it.bucket_size > 0 and math.isfinite(it.bucket_size)):
+            raise PlanError(f"{dict(it.filter)}: bucket_size is {it.bucket_size}; it must be above zero (MB)")
+        _whole(found)
+        graph = buckets(graph, d.buckets(it.filter, bucket_bytes=max(1, int(it.bucket_size * 1e6))))
+
+    def change(stage: GraphStage, blocks: tuple[int, ...]) -> GraphStage:
+        zero = list(stage.zero)
+        for block in blocks:
+            zero[block - stage.start] = level
+        return replace(
+            stage, zero=tuple(zero), reduce_stream=it.reduce_stream or stage.reduce_stream,
+            gather_stream=it.gather_stream or stage.gather_stream,
+        )  # fmt: skip
 
     return _update(graph, found, change)
 
 
-def replicate(graph: TrainingGraph, it: d.ReplicateDirective) -> TrainingGraph:
-    """Check what is said of the reduction; the reduction itself is inserted for every block with several holders."""
-    for name in ("shard_grads", "shard_params"):
-        if getattr(it, name):
-            raise PlanError(f"replicate {dict(it.filter)}: {name} (ZeRO) cannot be planned yet; leave it False")
-    found = matches(graph, it.filter, "replicate")
-    if it.devices is not None:
-        for stage in found:
-            placed = {device for member in stage.members for device in member}
-            if placed != set(it.devices):
-                raise PlanError(
-                    f"replicate {dict(it.filter)}: devices {it.devices} are not those of {stage.tag}, {sorted(placed)}"
-                )
-    if it.bucket_size is not None:
-        if not (it.bucket_size > 0 and math.isfinite(it.bucket_size)):
-            raise PlanError(f"replicate {dict(it.filter)}: bucket_size is {it.bucket_size}; it must be above zero (MB)")
-        return buckets(graph, d.buckets(it.filter, bucket_bytes=int(it.bucket_size * 1e6)))
-    return graph
+def _same_devices(stage: GraphStage, devices: tuple[int, ...]) -> None:
+    placed = {device for member in stage.members for device in member}
+    if placed != set(devices):
+        raise PlanError(f"devices {devices} are not those of {stage.tag}, {sorted(placed)}")
 
 
-def buckets(graph: TrainingGraph, it: d.BucketsDirective) -> TrainingGraph:
-    """Set the size of gradient buckets; one size for the whole graph so far."""
+def buckets(graph: TrainingGraph, it: d.BucketsDirective, source: str = "") -> TrainingGraph:
+    """Set the size of the gradient buckets of stages."""
     if it.bucket_bytes < 1:
-        raise PlanError(f"buckets: bucket_bytes is {it.bucket_bytes}; it must be 1 or more")
-    if it.filter:
-        raise PlanError(
-            f"buckets {dict(it.filter)}: one bucket size for the whole graph, filter {{}}, can be planned yet"
-        )
-    return replace(graph, bucket_bytes=it.bucket_bytes)
+        raise PlanError(f"bucket_bytes is {it.bucket_bytes}; it must be 1 or more")
+    found = _whole(select(graph, it.filter))
+    return _update(graph, found, lambda s, _: replace(s, bucket_bytes=it.bucket_bytes))
 
 
-def order(graph: TrainingGraph, it: d.OrderDirective) -> TrainingGraph:
-    """Order passes: by a schedule family over whole pipelines, or one row of explicit passes for one stage."""
-    if (it.schedule is None) == (it.filters is None):
-        raise PlanError("order takes either schedule= (a family) or filters= (explicit groups)")
-    if it.filters is not None:
-        return _explicit(graph, it.filters)
-    if it.parameters:
-        raise PlanError(f"order: schedule '{it.schedule}' takes no parameters, got {', '.join(it.parameters)}")
-    chosen = tuple(range(len(graph.pipelines))) if it.pipelines is None else it.pipelines
-    for p in chosen:
-        if not 0 <= p < len(graph.pipelines):
-            raise PlanError(f"order names pipeline {p}; the graph has pipelines 0..{len(graph.pipelines) - 1}")
-    stages = [s for s in graph.stages() if s.pipeline in chosen]
+def shard(graph: TrainingGraph, it: d.ShardDirective, source: str = "") -> TrainingGraph:
+    """Divide the experts of blocks over members: an all-to-all before and after them, forward and backward."""
+    found = select(graph, it.filter)
+    chosen: list[Selection] = []
+    for each in found:
+        stage, model = each.stage, graph.model
+        _same_devices(stage, it.devices)
+        experts = tuple(b for b in each.blocks if model.blocks[b].num_experts)
+        twice = [b for b in experts if b in stage.sharded]
+        if twice:
+            raise PlanError(
+                f"{dict(it.filter)}: the experts of blocks {_words(tuple(twice))} are sharded already; two boundaries on "
+                "one region would be decided by the order of the file, so give one"
+            )
+        size = stage.expert_parallel_size if stage.expert_parallel_size > 1 else len(stage.members)
+        for block in experts:
+            if model.blocks[block].num_experts % size:
+                raise PlanError(
+                    f"{dict(it.filter)}: {model.blocks[block].num_experts} experts of block '{model.blocks[block].name}' do not "
+                    f"divide over {size} members of {stage.tag}; {model.blocks[block].num_experts} mod {size} = "
+                    f"{model.blocks[block].num_experts % size}; say a smaller group with degrees(expert_parallel_size=)"
+                )
+        if experts:
+            chosen.append(Selection(stage=stage, blocks=experts))
+    if not chosen:
+        raise PlanError(f"{dict(it.filter)} matches no block with experts; model '{graph.model.name}' has "
+                        f"{sum(b.num_experts > 0 for b in graph.model.blocks)} of them")  # fmt: skip
 
-    def change(stage: GraphStage) -> GraphStage:
-        pipe = graph.pipelines[stage.pipeline]
+    def change(stage: GraphStage, blocks: tuple[int, ...]) -> GraphStage:
+        size = stage.expert_parallel_size if stage.expert_parallel_size > 1 else len(stage.members)
         return replace(
-            stage,
-            order=schedules.order(
-                str(it.schedule),
-                stage=stage.index,
-                num_stages=len(pipe.stages),
-                num_micro_batches=len(pipe.micro_batch_sizes),
-            ),
-        )
+            stage, expert_parallel_size=size, sharded=tuple(sorted((*stage.sharded, *blocks))),
+            exchange_stream=it.stream or stage.exchange_stream,
+        )  # fmt: skip
 
-    return _update(graph, stages, change)
+    return _update(graph, chosen, change)
 
 
-def _explicit(graph: TrainingGraph, groups: tuple[tuple[d.Filter, ...], ...]) -> TrainingGraph:
-    passes: list[Pass] = []
-    stage: GraphStage | None = None
-    for number, group in enumerate(groups):
-        if len(group) != 1:
-            raise PlanError(
-                f"order, group {number}: {len(group)} filters; overlap groups cannot be planned yet, give one filter a group"
-            )
-        filter = group[0]
-        check_tags(filter, PASS_TAGS, "order")
-        missing = [t for t in ("PP", "MB", "PASS") if not isinstance(filter.get(t), int if t != "PASS" else str)]
-        if missing:
-            raise PlanError(
-                f"order, group {number}: {dict(filter)} must name one pass; missing or not concrete: {', '.join(missing)}"
-            )
-        found = matches(graph, {k: v for k, v in filter.items() if k in STAGE_TAGS}, "order")
-        if len(found) != 1 or (
-            stage is not None and (found[0].pipeline, found[0].index) != (stage.pipeline, stage.index)
-        ):
-            raise PlanError(
-                f"order, group {number}: {dict(filter)}: one order row is for one stage of one pipeline; add PIPE, or another row"
-            )
-        stage = found[0]
-        passes.append(Pass(kind=PASSES[str(filter["PASS"])], micro_batch=int(filter["MB"])))
-    if stage is None:
-        raise PlanError("order: filters is empty; give at least one group")
-    row = tuple(passes)
-    return _update(graph, [stage], lambda s: replace(s, order=row))
-
-
-def shard(graph: TrainingGraph, it: d.ShardDirective) -> TrainingGraph:
-    """Refuse: expert parallelism is not planned yet."""
-    raise PlanError(f"shard {dict(it.filter)}: expert parallelism cannot be planned yet; leave experts replicated")
-
-
-PHASES: dict[str, Callable[[TrainingGraph, Any], TrainingGraph]] = {
+PHASES: dict[str, Callable[[TrainingGraph, Any, str], TrainingGraph]] = {
     "pipeline": pipeline,
     "split": split,
     "cut": cut,
@@ -260,20 +294,45 @@ PHASES: dict[str, Callable[[TrainingGraph, Any], TrainingGraph]] = {
     "degrees": degrees,
     "slices": slices,
     "recompute": recompute,
-    "replicate": replicate,
     "buckets": buckets,
+    "replicate": replicate,
     "shard": shard,
-    "order": order,
+    "order": orders.order,
 }
 
 
 def apply(graph: TrainingGraph, directives: Iterable[d.Directive]) -> TrainingGraph:
     """Apply directives in the compiler's order. Raises PlanError naming the directive's position in the list."""
-    phases = list(PHASES)
-    numbered = sorted(enumerate(directives), key=lambda pair: (phases.index(pair[1].op), pair[0]))
-    for position, directive in numbered:
-        try:
-            graph = PHASES[directive.op](graph, directive)
-        except PlanError as error:
-            raise PlanError(f"directive {position} ({directive.op}): {error}") from None
-    return graph
+    given = list(directives)
+    _one_boundary(given)
+    for op, change in PHASES.items():
+        if op == "cut" and not graph.pipelines:  # as in Piper: nothing said, the batch stays whole
+            graph = pipeline(graph, d.pipeline(0, [graph.training.global_batch_size]))
+        if op == "place" and not any(each.op == "cut" for each in given):
+            graph = cut_as_annotated(graph)
+        if op == "order":
+            orders.check_placed(graph, given)
+        for position, directive in enumerate(given):
+            if directive.op == op:
+                source = f"directive {position} ({op})"
+                try:
+                    graph = change(graph, directive, source)
+                except PlanError as error:
+                    raise PlanError(f"{source}: {error}") from None
+    return orders.complete(graph)
+
+
+def _one_boundary(given: list[d.Directive]) -> None:
+    """Refuse `replicate` with sharding on the very regions that `shard` divides: Piper lets the file's order decide."""
+    own = {"PIPE", "PP"}
+    sharding = [(i, r) for i, r in enumerate(given) if isinstance(r, d.ReplicateDirective)
+                and (r.shard_grads or r.shard_params or r.shard_optimizer) and set(r.filter) - own]  # fmt: skip
+    for j, shard_ in ((j, s) for j, s in enumerate(given) if isinstance(s, d.ShardDirective)):
+        for i, rep in sharding:
+            common = (set(rep.filter) & set(shard_.filter)) - own
+            if common and all("*" in (rep.filter[t], shard_.filter[t]) or rep.filter[t] == shard_.filter[t]
+                              for t in set(rep.filter) & set(shard_.filter)):  # fmt: skip
+                raise PlanError(
+                    f"directive {i} (replicate) {dict(rep.filter)} and directive {j} (shard) {dict(shard_.filter)} both set the "
+                    f"boundary of one region ({', '.join(sorted(common))}); experts that are sharded are not ZeRO-sharded too: drop one"
+                )

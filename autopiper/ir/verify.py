@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopiper.errors import PlanError
 from autopiper.ir.graph import TrainingGraph
@@ -52,6 +53,7 @@ def _places(graph: TrainingGraph, programs: Sequence[Program]) -> list[str]:
     faults = []
     wanted = {p: s.members[p.member] for s in graph.stages() for p in s.places()}
     seen = Counter(place for program in programs for place in program.places)
+    seen.update(replace(p, member=copy.member) for program in programs for copy in program.copies for p in program.places)
     for place, devices in wanted.items():
         if seen[place] != 1:
             faults.append(f"{place.text} has {seen[place]} Programs; it must have one")
@@ -78,7 +80,7 @@ def _work(graph: TrainingGraph, programs: Sequence[Program]) -> list[str]:
         place = program.places[0]
         if not _known(graph, place):
             continue
-        stage = graph.stage(place)
+        stage = graph.stage(place.pipeline, place.stage)
         at: dict[tuple[str, int], list[int]] = {}
         for position, action in enumerate(program.streams.get(COMPUTE_STREAM, ())):
             if action.kind == "UPDATE":
@@ -112,7 +114,7 @@ def _messages(graph: TrainingGraph, program: Program, by_text: Mapping[str, Acti
     """Check that what each pass needs from a neighbour arrives whole before it, and is sent only once it is made."""
     faults = []
     place = program.places[0]
-    stage = graph.stage(place)
+    stage = graph.stage(place.pipeline, place.stage)
     last = len(graph.pipelines[place.pipeline].stages) - 1
     ranges: dict[tuple[int, ...], tuple[int, int]] = {}
     for action in by_text.values():
@@ -146,7 +148,7 @@ def _gradients(graph: TrainingGraph, program: Program, by_text: Mapping[str, Act
     """Check reductions, updates, loss and norm of a Program against the gradient blocks of the graph."""
     faults = []
     place = program.places[0]
-    stage = graph.stage(place)
+    stage = graph.stage(place.pipeline, place.stage)
     computes = [a for a in program.streams.get(COMPUTE_STREAM, ()) if a.kind in COMPUTE_KINDS]
     last = next((a.text for a in reversed(computes) if a.kind in ("B", "W")), None)
     expected = {"LOSS"} | ({"NORM"} if graph.training.needs_norm else set())

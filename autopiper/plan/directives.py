@@ -59,7 +59,11 @@ class ReplicateDirective:
     bucket_size: float | None = None
     """Bucket size in MB, as Piper's."""
     shard_grads: bool = False
+    """ZeRO 2: gradients and optimizer states divided over the members."""
     shard_params: bool = False
+    """ZeRO 3: parameters too."""
+    shard_optimizer: bool = False
+    """ZeRO 1: optimizer states alone; Piper has no word for it."""
 
 
 @data
@@ -177,8 +181,13 @@ def replicate(
     bucket_size: float | None = None,
     shard_grads: bool = False,
     shard_params: bool = False,
+    shard_optimizer: bool = False,
 ) -> ReplicateDirective:
-    """Say how gradients of the matched stages are reduced; the reduction itself the compiler inserts."""
+    """Say how gradients of the matched blocks are reduced; the reduction itself the compiler inserts.
+
+    Without more all holders keep everything and sum gradients (all-reduce); `shard_optimizer`, `shard_grads` and
+    `shard_params` are ZeRO 1, 2 and 3. `bucket_size` is in MB. Streams are names; equal names keep one order.
+    """
     return ReplicateDirective(
         filter=dict(filter),
         devices=None if devices is None else tuple(devices),
@@ -187,11 +196,15 @@ def replicate(
         bucket_size=bucket_size,
         shard_grads=shard_grads,
         shard_params=shard_params,
+        shard_optimizer=shard_optimizer,
     )
 
 
 def shard(filter: Filter, devices: Sequence[int], *, stream: str | None = None) -> ShardDirective:
-    """Divide the experts of the matched region over these devices."""
+    """Divide the experts of the matched blocks over the members of their stage, with an all-to-all before and after.
+
+    `devices` are those of the stage. All members form one group, unless `degrees(expert_parallel_size=)` says otherwise.
+    """
     return ShardDirective(filter=dict(filter), devices=tuple(devices), stream=stream)
 
 
@@ -207,7 +220,11 @@ def order(
     pipelines: Sequence[int] | None = None,
     **parameters: int | float | str | bool,
 ) -> OrderDirective:
-    """Order actions: a schedule family ("gpipe", "1f1b") over pipelines (None = all), or groups of filters, one row a call."""
+    """Order passes: by a schedule family over pipelines (None = all), or by groups of filters, one row a device group.
+
+    `order(schedule="1f1b")`, or `order([[{"PP": 0, "MB": 0, "PASS": "F"}], [{…}, {…}], …])`: the groups of a row come one
+    after the other; passes of one group may overlap. `parameters` are the family's own.
+    """
     return OrderDirective(
         schedule=schedule,
         pipelines=None if pipelines is None else tuple(pipelines),

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from autopiper._data import data
 from autopiper.errors import AutoPiperError, PlanError, nearest
-from autopiper.plan.actions import Place, Program, Wait, parse_action
+from autopiper.plan.actions import Copy, Place, Program, Wait, parse_action
 from autopiper.plan.plan import SCHEMA_VERSION, Plan
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ class ProgramText:
     devices: tuple[int, ...]
     places: tuple[tuple[int, int, int], ...]
     streams: dict[str, tuple[str, ...]]
+    copies: tuple[Copy, ...] = ()
 
 
 def _to_text(program: Program) -> ProgramText:
@@ -44,6 +45,7 @@ def _to_text(program: Program) -> ProgramText:
         devices=program.devices,
         places=tuple((p.pipeline, p.stage, p.member) for p in program.places),
         streams={name: tuple(line(a) for a in actions) for name, actions in program.streams.items()},
+        copies=program.copies,
     )
 
 
@@ -65,7 +67,7 @@ def _from_text(text: ProgramText) -> Program:
             parsed = tuple(_wait(w) for w in waits.split(",")) if waits else ()
             actions.append(parse_action(action, stream=name, waits=parsed, pipeline=owner))
         streams[name] = tuple(actions)
-    return Program(ranks=text.ranks, devices=text.devices, places=places, streams=streams)
+    return Program(ranks=text.ranks, devices=text.devices, places=places, streams=streams, copies=text.copies)
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

@@ -108,7 +108,7 @@ class Plan:
     @property
     def devices(self) -> tuple[int, ...]:
         """Used device ids, by rank."""
-        pairs = {r: d for p in self.programs for r, d in zip(p.ranks, p.devices, strict=True)}
+        pairs = {r: d for p in self.programs for r, d in zip(p.all_ranks, p.all_devices, strict=True)}
         return tuple(pairs[r] for r in sorted(pairs))
 
     def save(self, path: str | Path) -> None:

@@ -1,0 +1,123 @@
+"""What messages and collectives take when alone, and what they ask of the links and interfaces that they share.
+
+Pools that running transfers share, each per direction: the port of a device inside its node; all interfaces of a node
+together; and a node's link into a tier of the network. A transfer asks of each pool for what it carries per second when
+alone; where that is more than there is, the simulator's kernel slows all of them down in proportion.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from autopiper.cluster.spec import Cluster, Link
+from autopiper.costmodel.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    path,
+    reduce_scatter_s,
+    ring_bytes_per_s,
+    transfer_s,
+)
+from autopiper.plan.costs import CostTable
+
+Use = tuple[tuple[object, ...], float, float]
+"""(pool, bytes/s asked of it when alone, bytes/s that it has)."""
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+_SECONDS = {"all_reduce": all_reduce_s, "reduce_scatter": reduce_scatter_s, "all_gather": all_gather_s}
+
+
+class Network:
+    """The links of one cluster under one cost table."""
+
+    def __init__(self, costs: CostTable, cluster: Cluster) -> None:
+        self.costs, self.cluster = costs, cluster
+        self.devices = cluster.devices()
+        self.measured = {link.tier: link.bytes_per_s for link in costs.links}
+
+    def message(
+        self, a: int, b: int, num_bytes: float, *, width: int = 1, leaving: int = 1, arriving: int = 1
+    ) -> tuple[float, list[Use]]:
+        """Return (seconds when alone, uses) of a message of `num_bytes` on each of `width` parallel ranks.
+
+        `leaving`, `arriving`: how many equal ones leave the node of a, and arrive at that of b, at the same time.
+        """
+        seconds = transfer_s(self.costs, self.cluster, a, b, num_bytes)
+        if a == b or num_bytes == 0:
+            return seconds, []
+        bytes_per_s = path(self.costs, self.cluster, a, b).bytes_per_s
+        if self.devices[a].node == self.devices[b].node:
+            return seconds, [self._port(a, "out", bytes_per_s), self._port(b, "in", bytes_per_s)]
+        return seconds, [
+            *self._interfaces(a, b, "out", width * leaving * bytes_per_s),
+            *self._interfaces(b, a, "in", width * arriving * bytes_per_s),
+        ]
+
+    def collective(
+        self, kind: Collective, devices: Sequence[int], present: Iterable[int], num_bytes: float, *, width: int = 1
+    ) -> tuple[float, list[Use]]:
+        """Return (seconds when alone, uses) of a ring over `devices`, one for each of `width` parallel ranks.
+
+        `present`: the devices whose pools are to be counted (of equal replicas only the first is simulated).
+        """
+        seconds = _SECONDS[kind](self.costs, self.cluster, devices, num_bytes)
+        if seconds == 0:
+            return 0.0, []
+        return seconds, self._ring(devices, present, ring_bytes_per_s(self.costs, self.cluster, devices), width)
+
+    def exchange(
+        self, devices: Sequence[int], present: Iterable[int], num_bytes: float, *, width: int = 1, groups: int = 1
+    ) -> tuple[float, list[Use]]:
+        """Return (seconds when alone, uses) of an all-to-all in which each device gives away `num_bytes`, evenly.
+
+        `groups`: how many equal ones run on the same nodes at the same time.
+        """
+        seconds, inside_s, between_s = all_to_all_s(self.costs, self.cluster, devices, num_bytes)
+        if seconds == 0:
+            return 0.0, []
+        held = Counter(self.devices[d].node for d in devices)
+        uses: list[Use] = []
+        for d in present:
+            own = held[self.devices[d].node]
+            if own > 1 and inside_s:
+                rate = num_bytes * (own - 1) / len(devices) / seconds
+                uses += [self._port(d, "out", rate), self._port(d, "in", rate)]
+        if between_s:
+            for d in self._one_per_node(present):
+                own = held[self.devices[d].node]
+                rate = width * groups * own * num_bytes * (len(devices) - own) / len(devices) / seconds
+                far = next(e for e in devices if self.devices[e].node != self.devices[d].node)
+                uses += [*self._interfaces(d, far, "out", rate), *self._interfaces(d, far, "in", rate)]
+        return seconds, uses
+
+    def _ring(self, devices: Sequence[int], present: Iterable[int], rate: float, width: int) -> list[Use]:
+        held = Counter(self.devices[d].node for d in devices)
+        present = list(present)
+        uses: list[Use] = []
+        for d in present:
+            if held[self.devices[d].node] > 1:
+                uses += [self._port(d, "out", rate), self._port(d, "in", rate)]
+        if len(held) > 1:
+            for d in self._one_per_node(present):
+                far = next(e for e in devices if self.devices[e].node != self.devices[d].node)
+                uses += [*self._interfaces(d, far, "out", width * rate), *self._interfaces(d, far, "in", width * rate)]
+        return uses
+
+    def _one_per_node(self, devices: Iterable[int]) -> list[int]:
+        return list({self.devices[d].node: d for d in devices}.values())
+
+    def _port(self, device: int, way: str, rate: float) -> Use:
+        intra: Link = self.cluster.nodes[self.devices[device].node].intra
+        return ("port", device, way), rate, max(intra.bytes_per_s, self.measured.get("node", 0.0))
+
+    def _interfaces(self, device: int, far: int, way: str, rate: float) -> list[Use]:
+        """Return what is asked of a node's interfaces and of its link into the tier towards a far device."""
+        node = self.devices[device].node
+        tier, link = self.cluster.tier(device, far), self.cluster.link(device, far)
+        least = self.measured.get(tier, 0.0)
+        return [
+            (("interfaces", node, way), rate, max(self.cluster.nodes[node].network.bytes_per_s, least)),
+            ((tier, node, way), rate, max(link.bytes_per_s, least)),
+        ]
