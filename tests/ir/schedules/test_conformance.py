@@ -142,3 +142,11 @@ def test_list_scheduling_is_no_waste(family: str, name: str) -> None:
             assert live <= sum(-(-times * (stages - s) // most) for s in held)
     if name in ("v", "wave"):
         assert played.makespan < play(rows("gpipe", where, {}), where).makespan * 1.12
+
+
+@pytest.mark.parametrize("name", SCATTERED)
+def test_eager_is_1f1b_with_a_higher_limit(name: str) -> None:
+    where = layout(*SCATTERED[name], micro_batches=24)
+    assert rows("eager-1f1b", where, {"forwards_per_hop": 1}) == rows("1f1b", where, {})
+    plain, eager = (play(rows(f, where, {}), where) for f in ("1f1b", "eager-1f1b"))
+    assert eager.makespan <= plain.makespan and sum(eager.live) > sum(plain.live)
