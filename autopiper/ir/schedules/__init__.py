@@ -7,16 +7,14 @@ it. The orders of a schedule called "searched" are written out in the strategy, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from autopiper._data import require
 from autopiper.errors import PlanError, nearest
 from autopiper.ir.schedules import dual_pipe, dual_pipe_v, eager, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zb_v
 from autopiper.ir.schedules.layout import Family, Layout, Rows
-from autopiper.plan.passes import Pass
 
-__all__ = ["FAMILIES", "Family", "Layout", "Rows", "order", "rows"]
+__all__ = ["FAMILIES", "Family", "Layout", "Rows", "rows"]
 
 FAMILIES: dict[str, Family] = {
     each.FAMILY.name: each.FAMILY
@@ -55,14 +53,3 @@ def rows(family: str, layout: Layout, parameters: Mapping[str, Any]) -> Rows:
         return found.rows(layout, **parameters)
     except PlanError as error:
         raise PlanError(f"schedule '{family}': {error}") from None
-
-
-@lru_cache(maxsize=64)
-def _one_stage_each(family: str, num_stages: int, num_micro_batches: int) -> Rows:
-    holds = tuple(((0, s),) for s in range(num_stages))
-    return rows(family, Layout(holds=holds, num_stages={0: num_stages}, num_micro_batches={0: num_micro_batches}), {})
-
-
-def order(family: str, *, stage: int, num_stages: int, num_micro_batches: int) -> tuple[Pass, ...]:
-    """Return the passes of one stage where each device group holds one. Raises PlanError as `rows` does."""
-    return tuple(p for group in _one_stage_each(family, num_stages, num_micro_batches)[stage] for p in group)
