@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopiper.api import price as price
     from autopiper.api import profile as profile
     from autopiper.api import simulate as simulate
+    from autopiper.api import trace as trace
     from autopiper.api import verify as verify
     from autopiper.cluster import Cluster as Cluster
     from autopiper.errors import AutoPiperError as AutoPiperError
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 
 _WHERE = {
-    **dict.fromkeys(("make_plan", "optimize", "price", "profile", "simulate", "verify"), "autopiper.api"),
+    **dict.fromkeys(("make_plan", "optimize", "price", "profile", "simulate", "trace", "verify"), "autopiper.api"),
     "Cluster": "autopiper.cluster",
     "Model": "autopiper.model",
     "annotate": "autopiper.model.annotations",

@@ -188,6 +188,23 @@ def make_plan(strategy: Strategy, model: Model, cluster: Cluster, costs: CostTab
     return plan
 
 
+def trace(plan_or_timeline: Plan | Timeline, path: str | Path) -> Path:
+    """Write one step: to a .json a Chrome trace, which ui.perfetto.dev opens; to an .svg a picture. Return the path.
+
+    A plan is simulated, by its own costs. Raises PlanError for another ending, for what is neither plan nor timeline
+    (or a timeline without events), and where the file cannot be written.
+    """
+    from autopiper.report.step import check_ending, write_step
+
+    require(PlanError, "plan_or_timeline", plan_or_timeline, Plan | Timeline)
+    require(PlanError, "path", path, str | Path)
+    check_ending(path)  # before the work
+    if isinstance(plan_or_timeline, Timeline):
+        return write_step(plan_or_timeline, path)
+    plan = plan_or_timeline
+    return write_step(simulate(plan), path, cluster=plan.cluster, name=f"{plan.model.name} on {plan.cluster.name}")
+
+
 def _refuse(name: str, came: Any, allowed: str) -> None:
     raise PlanError(f"{name} is {came!r}; this version allows {allowed}")
 
@@ -220,7 +237,8 @@ def optimize(
 
     `model` and `cluster` may be what their constructors take: an nn.Module with `example_inputs`, a preset's name, a
     config.json; a cluster file, "local". `global_batch_size=None`: the published one of the preset, else an assumption
-    that the plan's notes state. `precision=None`: that of `training`, else the best that the used devices share. `timeout` in seconds. With `run_dir`, plan.json, resolved.toml and log.txt go there.
+    that the plan's notes state. `precision=None`: that of `training`, else the best that the used devices share. `timeout` in seconds. With `run_dir`, plan.json, resolved.toml,
+    step.trace.json and log.txt go there.
     Raises ModelError, ClusterError, CostError or PlanError for wrong input, InfeasibleError where nothing fits.
     """
     from autopiper.run_directory import RunDirectory
@@ -270,4 +288,5 @@ def optimize(
         plan = replace(plan, notes=(*notes, *plan.notes))
         run.resolved(model, cluster, plan.training, plan.costs, space, plan.notes, settings)
         run.plan(plan)
+        run.trace(plan, simulate)
     return plan

@@ -7,7 +7,6 @@ Only typer is imported here; each command imports what it needs, so that `--help
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopiper.errors import AutoPiperError, InfeasibleError, RuntimeFault
+from autopiper.streams import quiet_stdout, usable_streams
 
 if TYPE_CHECKING:
     from autopiper.plan.plan import Plan
@@ -39,7 +39,7 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json, or 
 
 def main() -> None:
     """Run the command line and exit."""
-    _usable_streams()
+    usable_streams()
     try:
         try:
             app()
@@ -54,19 +54,6 @@ def main() -> None:
             sys.exit(READER_GONE)
         _say(f"error: {fault}")
         sys.exit(WRONG_INPUT)
-
-
-def _usable_streams() -> None:
-    """Open what the shell closed (`>&-`), and let no text fail because of the locale's encoding."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def _say(message: str) -> None:
@@ -92,31 +79,6 @@ def _faults(interrupted: str = "interrupted") -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:  # typer would make it an exit code of 1
         raise typer.Exit(READER_GONE) from None
-
-
-@contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """Send to stderr whatever is written to file descriptor 1 meanwhile: solvers in C greet there."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        _flush_c()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _flush_c() -> None:
-    """Empty the C library's own buffers, which would otherwise reach stdout later."""
-    import ctypes
-
-    try:
-        ctypes.CDLL(None).fflush(None)
-    except (OSError, AttributeError):  # a platform without such a library has no such buffers either
-        return
 
 
 def _print_json(content: Any) -> None:
@@ -190,7 +152,10 @@ def optimize(
         Path | None, typer.Option(metavar="FILE", help="Prices to use instead of formulas: what CostTable.save wrote.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option("-o", "--run-dir", metavar="RUN_DIR", help="Write plan.json, resolved.toml, log.txt.")
+        Path | None,
+        typer.Option(
+            "-o", "--run-dir", metavar="RUN_DIR", help="Write plan.json, resolved.toml, step.trace.json, log.txt."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -202,7 +167,7 @@ def optimize(
         from autopiper import api
         from autopiper.plan import CostTable, Space
 
-        with _quiet_stdout():
+        with quiet_stdout():
             table = None if costs is None else CostTable.load(costs)
             plan = api.optimize(
                 model, cluster, global_batch_size=global_batch_size, sequence_length=sequence_length, precision=precision,
@@ -251,6 +216,38 @@ def verify(plan: PlanFile, as_json: AsJson = False) -> None:
             _print_json({"valid": True, "proved": list(proved)})
         else:
             print("\n".join(f"proved: {line}" for line in proved))
+
+
+@app.command()
+def trace(
+    plan: PlanFile,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Ends in .json (Chrome trace) or .svg (picture); by default step.trace.json beside the plan.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one step of a plan as a Chrome trace (for ui.perfetto.dev) or as a picture."""
+    with _faults():
+        from autopiper import api
+        from autopiper.run_directory import TRACE
+
+        loaded = _load(plan)
+        written = api.trace(loaded, output or _plan_path(plan).with_name(TRACE))
+        if as_json:
+            _print_json({"path": str(written), "makespan_s": loaded.makespan_s, "step_time_s": loaded.step_time_s})
+        else:
+            print(written)
+            _say(
+                "open it at https://ui.perfetto.dev or chrome://tracing"
+                if written.suffix.lower() == ".json"
+                else "any browser shows it"
+            )
 
 
 @app.command(

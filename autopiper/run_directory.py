@@ -1,4 +1,7 @@
-"""The folder that a search leaves behind: plan.json, resolved.toml (what was settled, in words) and log.txt."""
+"""The folder that a search leaves behind.
+
+plan.json, resolved.toml (what was settled, in words), step.trace.json (one step, for ui.perfetto.dev) and log.txt.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -20,9 +23,12 @@ from autopiper.model.spec import Model
 from autopiper.plan.costs import CostTable
 from autopiper.plan.plan import Plan
 from autopiper.plan.space import Space
+from autopiper.plan.timeline import Timeline
 from autopiper.plan.training import Training
 
-PLAN, RESOLVED, LOG = "plan.json", "resolved.toml", "log.txt"
+PLAN, RESOLVED, TRACE, LOG = "plan.json", "resolved.toml", "step.trace.json", "log.txt"
+MOST_TRACED = 50_000
+"""Actions of all programs above which nobody waits for a trace that was not asked for; it takes seconds by then."""
 
 
 def _toml(value: Any) -> str:
@@ -134,3 +140,22 @@ class RunDirectory:
         if self.path is not None:
             plan.save(self.path / PLAN)
             self.log(f"wrote {self.path / PLAN}")
+
+    def trace(self, plan: Plan, simulate: Callable[[Plan], Timeline]) -> None:
+        """Write the trace of the plan's step, unless it is long. The plan is safe by now: nothing here may lose it."""
+        if self.path is None:
+            return
+        from autopiper.report.trace import write_trace
+
+        target = self.path / TRACE
+        actions = sum(len(stream) for program in plan.programs for stream in program.streams.values())
+        try:
+            if actions > MOST_TRACED:
+                target.unlink(missing_ok=True)  # that of an earlier search would be taken for this one's
+                self.log(f"left {TRACE} out: a step of {actions:,} actions; `autopiper trace` writes it")
+                return
+            write_trace(simulate(plan), target, plan.cluster)
+        except (OSError, KeyboardInterrupt) as fault:
+            self.log(f"left {TRACE} out: {type(fault).__name__} {fault}".rstrip())
+        else:
+            self.log(f"wrote {target}")
