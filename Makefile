@@ -12,15 +12,18 @@ STAMP := $(VENV)/.installed
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo bench-simulator test lint clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## make the virtual environment and install the pinned set
 
 demo: $(STAMP) ## plan llama-3-8b on a mixed cluster, then train a small model by a plan (under 5 minutes)
 	$(BIN)/python experiments/first_light.py
+
+bench-simulator: $(STAMP) ## how many actions per second the simulator walks, against torch's own (a minute)
+	$(BIN)/python experiments/simulator.py
 
 test: lint ## all checks: style, types, floors, tests
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
