@@ -150,25 +150,23 @@ def walk(work: Work) -> tuple[Floats, Floats]:
     from autopiper.costmodel import loops  # numba comes with it: half a second that only a simulation should pay
 
     nodes = loops.table(loops.NODE, len(work.seconds))
-    nodes["seconds"] = nodes["left"] = work.seconds
-    nodes["ready"] = work.earliest
-    nodes["missing"] = work.missing
-    nodes["kind"] = work.kind
-    nodes["factor"] = nodes["share"] = nodes["slow"] = 1.0
-    nodes["start"] = nodes["end"] = np.nan
-    for name, start in (("after", work.after_start), ("member", work.member_start), ("use", work.use_start)):
-        nodes[f"{name}_first"], nodes[f"{name}_last"] = start[:-1], start[1:]
-    # A kind that neither slows nor is slowed meets nobody on its lanes.
-    slower = np.asarray(work.slowdown > 1)
-    felt: NDArray[np.bool_] = np.logical_or(slower.any(axis=0), slower.any(axis=1))
-    uses_any, has_lane = np.diff(work.use_start) > 0, np.diff(work.member_start) > 0
-    nodes["contends"] = (work.seconds > 0) & (uses_any | (has_lane & felt[work.kind]))
-
+    loops.fill(
+        nodes,
+        _own(work.seconds),
+        _own(work.earliest),
+        _own(work.missing),
+        _own(work.kind),
+        _own(work.after_start),
+        _own(work.member_start),
+        _own(work.use_start),
+        _own(work.slowdown),
+    )
     uses = loops.table(loops.USE, len(work.use))
     uses["resource"], uses["demand"] = work.use, work.demand
     uses["node"] = np.repeat(np.arange(len(nodes)), np.diff(work.use_start))
     resources = _owners(len(work.capacity), work.use)
     resources["capacity"], resources["pressure"] = work.capacity, 1.0
+    start, end = np.full(len(nodes), np.nan), np.full(len(nodes), np.nan)
     loops.run(
         nodes,
         _own(work.after),
@@ -181,8 +179,10 @@ def walk(work: Work) -> tuple[Floats, Floats]:
         on_lanes=np.zeros(len(work.member), dtype=np.int64),
         heap=np.zeros(len(nodes) + 1, dtype=np.int64),
         settled=np.zeros(len(nodes), dtype=np.int64),
+        start=start,
+        end=end,
     )
-    return np.array(nodes["start"]), np.array(nodes["end"])
+    return start, end
 
 
 def _owners(number: int, items: Ints) -> Any:

@@ -39,8 +39,6 @@ NODE = np.dtype(
         ("member_last", "i8"),
         ("use_first", "i8"),
         ("use_last", "i8"),
-        ("start", "f8"),
-        ("end", "f8"),
         ("place", "i8"),  # where it is in the heap
         ("key", "f8"),  # s: when it will start, or end, while it is in the heap
         ("runs", "i8"),  # 1 from its start on
@@ -81,6 +79,46 @@ def compiled(function: F) -> F:
 
 
 @compiled
+def fill(
+    nodes: Table,
+    seconds: Floats,
+    earliest: Floats,
+    missing: Ints,
+    kind: Ints,
+    after_start: Ints,
+    member_start: Ints,
+    use_start: Ints,
+    slowdown: Floats,
+) -> None:
+    """Write the rows of nodes that have not begun; row by row, as a table of some size is not in the cache twice."""
+    felt = np.zeros(len(slowdown), dtype=np.bool_)
+    for a in range(len(slowdown)):
+        for b in range(len(slowdown)):
+            if slowdown[a, b] > 1.0:  # a kind that neither slows nor is slowed meets nobody on its lanes
+                felt[a] = True
+                felt[b] = True
+    for n in range(len(nodes)):
+        node = nodes[n]
+        node.seconds = seconds[n]
+        node.ready = earliest[n]
+        node.missing = missing[n]
+        node.kind = kind[n]
+        node.after_first = after_start[n]
+        node.after_last = after_start[n + 1]
+        node.member_first = member_start[n]
+        node.member_last = member_start[n + 1]
+        node.use_first = use_start[n]
+        node.use_last = use_start[n + 1]
+        meets = node.use_first < node.use_last or (felt[kind[n]] and node.member_first < node.member_last)
+        if meets and seconds[n] > 0.0:
+            node.contends = 1
+        node.left = seconds[n]
+        node.factor = 1.0
+        node.share = 1.0
+        node.slow = 1.0
+
+
+@compiled
 def run(
     nodes: Table,
     after: Ints,
@@ -93,8 +131,10 @@ def run(
     on_lanes: Ints,
     heap: Ints,
     settled: Ints,
+    start: Floats,
+    end: Floats,
 ) -> None:
-    """Fill `start` and `end` of the nodes that start.
+    """Write the `start` and `end` of the nodes that start.
 
     `on_resources` (U) and `on_lanes` (M) are room for the lists of the owners, `settled` (N) for the nodes whose
     predecessors have known ends, `heap` for N nodes, the next event first, after one entry that counts them.
@@ -114,9 +154,9 @@ def run(
                 node.place = heap[0]
                 _move(nodes, heap, n, node.ready)
             else:
-                node.start = node.ready
-                node.end = node.ready + node.seconds
-                waiting = _release(nodes, after, n, settled, waiting)
+                start[n] = node.ready
+                end[n] = node.ready + node.seconds
+                waiting = _release(nodes, after, n, end[n], settled, waiting)
         if heap[0] == 0:
             return
         n = heap[1]
@@ -124,7 +164,7 @@ def run(
         now = node.key
         if node.runs == 0:
             node.runs = 1
-            node.start = now
+            start[n] = now
             node.since = now
             _move(nodes, heap, n, now + node.left)
             for at in range(node.use_first, node.use_last):
@@ -134,7 +174,7 @@ def run(
             node.slow = _slow(nodes, n, member, lanes, on_lanes, slowdown)
             _pace(nodes, heap, n, now)
         else:
-            node.end = now
+            end[n] = now
             last = heap[heap[0]]
             heap[0] -= 1
             if last != n:
@@ -144,15 +184,14 @@ def run(
                 _remove(resources[uses[at].resource], on_resources, at)
             for at in range(node.member_first, node.member_last):
                 _remove(lanes[member[at]], on_lanes, n)
-            waiting = _release(nodes, after, n, settled, waiting)
+            waiting = _release(nodes, after, n, now, settled, waiting)
         _load(nodes, heap, n, uses, resources, on_resources, now)
         _meet(nodes, heap, n, member, lanes, on_lanes, slowdown, now)
 
 
 @compiled
-def _release(nodes: Table, after: Ints, n: int, settled: Ints, waiting: int) -> int:
+def _release(nodes: Table, after: Ints, n: int, end_s: float, settled: Ints, waiting: int) -> int:
     """Tell the successors of a node its end; put those that wait for nothing more on the stack; return its height."""
-    end_s = nodes[n].end
     for at in range(nodes[n].after_first, nodes[n].after_last):
         other = nodes[after[at]]
         other.ready = max(other.ready, end_s)
