@@ -7,9 +7,10 @@ nobody else listens, and then a scope does nothing, so the same model trains as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from threading import get_ident
 from typing import Protocol
 
 from autopiper._data import data, require
@@ -108,8 +109,30 @@ class Listener(Protocol):
         """The innermost scope, of this name, ends."""
 
 
-listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
-"""Set while someone listens, in this thread alone."""
+_listeners: dict[int, Listener] = {}
+"""By thread. A plain mapping, empty while nobody listens: torch.compile sees through it, and not through a ContextVar."""
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Within, `listener` hears of the scopes that this thread enters; one that listened before hears nothing."""
+    thread = get_ident()
+    before = _listeners.get(thread)
+    _listeners[thread] = listener
+    try:
+        yield
+    finally:
+        if before is None:
+            del _listeners[thread]
+        else:
+            _listeners[thread] = before
+
+
+def tell(name: str, begins: bool) -> None:
+    """Tell who listens in this thread that a scope begins or ends."""
+    listener = _listeners.get(get_ident())
+    if listener is not None:
+        (listener.enter if begins else listener.exit)(name)
 
 
 class annotate:
@@ -119,8 +142,8 @@ class annotate:
             for layer in self.layers[:4]:
                 x = layer(x)
 
-    "PP" is the conventional name of stages, "EP" that of routed experts (a scope around the experts inside a layer
-    makes the rest of the layer its dense segment and the experts another). Free of cost and of effect while training.
+    "PP" is the conventional name of stages, "EP" that of routed experts: a scope around the experts inside a layer
+    makes them a segment of their own. Free of cost and of effect while training.
     """
 
     __slots__ = ("name",)
@@ -129,11 +152,9 @@ class annotate:
         self.name = name
 
     def __enter__(self) -> None:
-        heard = listener.get()
-        if heard is not None:
-            heard.enter(self.name)
+        if _listeners:
+            tell(self.name, True)
 
     def __exit__(self, *_: object) -> None:
-        heard = listener.get()
-        if heard is not None:
-            heard.exit(self.name)
+        if _listeners:
+            tell(self.name, False)

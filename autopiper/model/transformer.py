@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopiper.model.annotations import EXPERTS, appended
 from autopiper.model.dimensions import Dimensions
+from autopiper.model.parts import EXPERT_SEGMENTS, ONE_SEGMENT
 from autopiper.model.spec import Block, Edge, Model, TensorSpec, TiedParameter
 
 __all__ = ["Dimensions", "build"]
@@ -42,10 +44,16 @@ class _Sum:
     kept: float = 0
     kept_replicated: float = 0
     kept_core: float = 0
+    expert_flops: float = 0
+    expert_moved: float = 0
+    expert_kernels: int = 0
 
 
 def build(dimensions: Dimensions, *, name: str = "transformer") -> Model:
-    """Describe the model: block 0 the embedding, one block per layer, the last one the head with norm and loss."""
+    """Describe the model: block 0 the embedding, one block per layer, the last one the head with norm and loss.
+
+    Each layer with routed experts is a region "EP", so that `shard` finds them.
+    """
     d = dimensions
     layers = [_layer(d, i) for i in range(d.num_layers)]
     blocks = (_embedding(d), *layers, _head(d))
@@ -55,6 +63,7 @@ def build(dimensions: Dimensions, *, name: str = "transformer") -> Model:
         blocks=(0, len(blocks) - 1),
         parameters=d.vocab_size * (d.embedding_size or d.hidden_size),
     )
+    ranges = [(i, i + 1) for i, block in enumerate(blocks) if block.num_experts]
     return Model(
         name=name,
         blocks=blocks,
@@ -63,6 +72,7 @@ def build(dimensions: Dimensions, *, name: str = "transformer") -> Model:
         sequence_length=d.sequence_length,
         inputs=(TensorSpec(name="input_ids", shape=(d.sequence_length,), dtype="int64"),),
         source="dimensions",
+        annotations=appended((), EXPERTS, ranges) if ranges else (),
     )
 
 
@@ -170,6 +180,14 @@ def _layer(d: Dimensions, index: int) -> Block:
         tensor_divisors=tuple(divisors),
         tensor_collectives=2,
         tensor_collective_elements=2 * s * h,
+        num_experts=d.num_experts if experts else 0,
+        expert_forward_flops=total.expert_flops,
+        expert_backward_input_flops=total.expert_flops,
+        expert_backward_weight_flops=total.expert_flops,
+        expert_moved_elements=total.expert_moved,
+        expert_kernels=total.expert_kernels,
+        all_to_all_elements=d.experts_per_token * s * h if experts else 0,
+        segments=EXPERT_SEGMENTS if experts else ONE_SEGMENT,
     )
 
 
@@ -264,12 +282,15 @@ def _experts(d: Dimensions, total: _Sum) -> None:
     s, h, n, k, f = d.sequence_length, d.hidden_size, _matrices(d), d.experts_per_token, d.expert_size
     total.replicated += d.num_experts * h
     total.expert += d.num_experts * n * h * f
-    total.matrix_flops += 2.0 * s * (d.num_experts * h + k * n * h * f)
-    # Routing probabilities in fp32; tokens permuted to their experts and back; activations.
-    total.moved += 4 * s * d.num_experts + 2 * s * k * h + s * (k + 1) * h + s * k * n * f
+    total.expert_flops = 2.0 * s * k * n * h * f
+    total.matrix_flops += 2.0 * s * d.num_experts * h + total.expert_flops
+    # Tokens permuted to their experts and back; activations. Beside the experts: routing probabilities in fp32.
+    total.expert_moved = 2 * s * k * h + s * (k + 1) * h + s * k * n * f
+    total.moved += 4 * s * d.num_experts + total.expert_moved
     total.kept += s * k * (n * f + h)
     total.kept_replicated += 2 * s * d.num_experts
-    total.kernels += 3 + 2 + n + 1
+    total.expert_kernels = 2 + n + 1
+    total.kernels += 3 + total.expert_kernels
     if d.shared_size:
         _mlp(d, total, d.shared_size)
         total.moved += 3 * s * h

@@ -103,3 +103,17 @@ def test_a_misspelt_name_gets_the_nearest() -> None:
 def test_a_wrong_length_is_refused() -> None:
     with pytest.raises(ModelError, match="sequence_length is 0; it must be a whole number, 1 or more"):
         Model.from_preset("llama-3-8b", sequence_length=0)
+
+
+def test_each_layer_with_experts_is_a_region() -> None:
+    mixtral = Model.from_preset("mixtral-8x7b")
+    assert [(a.name, a.index, a.start, a.stop) for a in mixtral.annotations] == [
+        ("EP", i, i + 1, i + 2) for i in range(32)
+    ]
+    deepseek = Model.from_preset("deepseek-v3")
+    assert [a.start for a in deepseek.annotations] == list(range(4, 62)), "after the embedding and three dense layers"
+    assert {b.num_experts for b in deepseek.blocks} == {0, 256}
+    assert Model.from_preset("llama-3-8b").annotations == ()
+    for name in Model.presets():
+        for block in Model.from_preset(name).blocks:
+            assert bool(block.num_experts) == bool(block.expert_parameters), (name, block.name)

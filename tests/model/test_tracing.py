@@ -68,6 +68,11 @@ def test_the_module_and_its_config_agree(model_type: str, changes: dict[str, Any
         for field in ("forward_flops", "backward_input_flops", "backward_weight_flops"):
             assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=0.02), (ours.name, field)
         assert ours.kept_fp32_elements == theirs.kept_fp32_elements
+        assert (ours.num_experts, ours.segments) == (theirs.num_experts, theirs.segments)
+        assert ours.all_to_all_elements == theirs.all_to_all_elements
+        for field in ("expert_forward_flops", "expert_backward_input_flops", "expert_backward_weight_flops"):
+            assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=0.02), (ours.name, field)
+    assert live.annotations == described.annotations
     assert [t.blocks for t in live.tied] == [t.blocks for t in described.tied]
     assert [t.parameters for t in live.tied] == [t.parameters for t in described.tied]
     assert live.edges == described.edges

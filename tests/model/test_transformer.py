@@ -118,6 +118,17 @@ def test_experts_are_counted_apart_and_only_chosen_ones_work() -> None:
     assert moe.forward_flops - dense.forward_flops == 2 * s * ((k - 1) * 3 * h * f + experts * h)
     mlp_kept = dense.kept_elements - 3 * s * f
     assert moe.kept_elements == mlp_kept + s * k * (3 * f + h) + 2 * s * experts
+    assert (moe.num_experts, moe.segments, dense.segments) == (experts, ("dense", "experts"), ("all",))
+    assert moe.expert_forward_flops == 2 * s * k * 3 * h * f
+    # What is left is the dense layer without its MLP, and the router.
+    for name in ("forward_flops", "backward_input_flops", "backward_weight_flops"):
+        left = getattr(moe, name) - getattr(moe, f"expert_{name}")
+        assert left == getattr(dense, name) - 2 * s * 3 * h * f + 2 * s * h * experts
+    assert moe.forward_moved_elements - moe.expert_moved_elements == (
+        dense.forward_moved_elements - 3 * s * f + 4 * s * experts
+    )
+    assert moe.kernels - moe.expert_kernels == dense.kernels - 4 + 3
+    assert moe.all_to_all_elements == k * s * h
 
 
 def replace_names(block: Any) -> Any:

@@ -5,7 +5,9 @@ Blocks of live modules are the default, because whole-program tracing fails on m
 `pipeline()` is the fallback for modules of no known structure.
 
     structure  modules whose structure tells their blocks       traced  the fallback
-    blocks     both behind one door                             measure what a unit of a block costs, under fake tensors
+    blocks     both behind one door                             scopes  regions that the forward marks (`annotate`)
+    capture    what each unit of a block is called with         experts what of a unit runs in scopes of experts
+    measure    what a unit costs, under fake tensors            assemble  units added up to blocks
     intake     `from_module`: a module as a Model
 """
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,15 +18,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from autopiper.errors import ModelError
-from autopiper.model.layout import BlockLayout, BlockPart
-from autopiper.model.spec import Block, Edge, Model, TensorSpec, TiedParameter
+from autopiper.model.layout import BlockLayout
+from autopiper.model.spec import Edge, Model, TensorSpec, TiedParameter
 from autopiper.model.tracing import traced
+from autopiper.model.tracing.assemble import appended_experts, assemble
 from autopiper.model.tracing.blocks import fake_inputs
-from autopiper.model.tracing.measure import Call, Fakes, Measure, capture, measure, signature, spec, training_mode
+from autopiper.model.tracing.capture import Call, Unit, capture, signature, spec, training_mode
+from autopiper.model.tracing.measure import Fakes, Measure, measure
+from autopiper.model.tracing.scopes import Scopes
 from autopiper.model.tracing.structure import known_structure
-
-UNCUT = (("tensor shards of a live module", 1),)
-"""Live modules are not cut by tensors yet: their only tensor-parallel size is 1."""
 
 
 def from_module(module: nn.Module, example_inputs: Any, *, batch_dim: int = 0, name: str | None = None) -> Model:
@@ -36,7 +35,12 @@ def from_module(module: nn.Module, example_inputs: Any, *, batch_dim: int = 0, n
     `module` may have real weights, be on the meta device, or be built under a FakeTensorMode; it is not changed.
     `example_inputs` = args tuple or kwargs dict of a batch; only shapes and types matter. The head of a causal
     language model includes the cross-entropy over fp32 logits; no other module includes its loss.
-    Raises ModelError where the module cannot be cut into blocks or does not run on the inputs.
+
+    Scopes of `autopiper.annotate` that the forward enters become the model's annotations; what runs in scopes "EP" is
+    the experts' part of their blocks, its parameters those that only operations within read. Where there is no such
+    scope, sub-modules called "experts" count as such.
+    Raises ModelError where the module cannot be cut into blocks or does not run on the inputs, and for scopes that are
+    no runs of blocks.
     """
     fakes = Fakes(module)
     args, kwargs = fake_inputs(fakes, example_inputs, batch_dim)
@@ -46,7 +50,7 @@ def from_module(module: nn.Module, example_inputs: Any, *, batch_dim: int = 0, n
     with training_mode(module):
         layout = known_structure(module)
         if layout is None:
-            layout, graph = traced.cut(module, fakes, args, kwargs)
+            layout, graph = traced.cut(module, fakes, args, kwargs, marked=True)
     root: nn.Module = module if graph is None else graph
     if graph is not None:
         fakes = Fakes(graph)
@@ -55,24 +59,32 @@ def from_module(module: nn.Module, example_inputs: Any, *, batch_dim: int = 0, n
         parts = [block.modules for block in layout.blocks]
         if layout.form == "causal_lm" and _accepts(module, "use_cache"):
             kwargs.setdefault("use_cache", False)  # the cache of generation is of no use in training
-    units = [(block, unit, root.get_submodule(unit)) for block, part in enumerate(parts) for unit in part]
-    signatures = [signature(unit) for _, _, unit in units]
+    units = [
+        Unit(block, name, unit, signature(unit))
+        for block, part in enumerate(parts)
+        for name, unit in ((name, root.get_submodule(name)) for name in part)
+    ]
+    scopes = Scopes(traced=graph is not None)
     with training_mode(root), fakes.active():
-        calls = _captured(root, fakes, args, kwargs, [u for _, _, u in units], signatures)
+        calls = _captured(root, fakes, args, kwargs, units, scopes)
         if layout.form == "causal_lm" and "attention_mask" not in kwargs and not _windowed(module, args, kwargs):
             for call in calls:
                 if "attention_mask" in call.kwargs:
                     call.kwargs["attention_mask"] = None
-        known: dict[tuple[str, str, bool], Measure] = {}
+        regions = scopes.regions([block.name for block in layout.blocks])
+        known: dict[tuple[str, str, bool, bool], Measure] = {}
         measures = []
-        for (block, prefix, unit), sign, call in zip(units, signatures, calls, strict=True):
-            key = (sign, spec((call.args, call.kwargs)), block == 0)
+        for unit, call in zip(units, calls, strict=True):
+            first, by_name = unit.block == 0, not scopes.uses_experts
+            key = (unit.signature, spec((call.args, call.kwargs)), first, call.expert_depth > 0)
             if key not in known:
-                known[key] = measure(fakes, unit, prefix, call, first=block == 0)
+                known[key] = measure(fakes, unit.module, unit.prefix, call, first=first, by_name=by_name)
             measures.append(known[key])
-    blocks = _blocks(module, layout, [b for b, _, _ in units], signatures, measures, _logits(layout, calls[-1]))
+    blocks = assemble(module, layout, units, measures, _logits(layout, calls[-1]))
+    if not scopes.uses_experts:
+        regions = appended_experts(regions, blocks)
     if graph is None:
-        starts = [next(i for i, (b, _, _) in enumerate(units) if b == block) for block in range(len(blocks))]
+        starts = [next(i for i, u in enumerate(units) if u.block == block) for block in range(len(blocks))]
         links = {(i - 1, i): _carried(calls[starts[i]]) for i in range(1, len(blocks))}
     else:
         links = traced.edges(graph, calls)
@@ -94,19 +106,22 @@ def from_module(module: nn.Module, example_inputs: Any, *, batch_dim: int = 0, n
         ),
         sequence_length=next((t.shape[0] for t in inputs if len(t.shape) == 1 and t.dtype in ("int64", "int32")), 1),
         inputs=inputs,
+        annotations=regions,
         source=f"module {type(module).__name__}",
     )
 
 
 def _captured(
-    root: nn.Module, fakes: Fakes, args: Any, kwargs: Any, units: Sequence[nn.Module], signatures: Sequence[str]
+    root: nn.Module, fakes: Fakes, args: Any, kwargs: Any, units: Sequence[Unit], scopes: Scopes
 ) -> list[Call]:
     """Run the whole module once on fake tensors. Raises ModelError where it does not run."""
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     before = quiet.level
     quiet.setLevel(logging.CRITICAL)  # it logs a traceback of every shape error; ours says it in one line
     try:
-        return capture(lambda: fakes.call(root, "", args, kwargs), list(zip(units, signatures, strict=True)))
+        return capture(lambda: fakes.call(root, "", args, kwargs), units, scopes)
+    except ModelError:
+        raise
     except Exception as error:
         shapes = [tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         raise ModelError(
@@ -115,60 +130,6 @@ def _captured(
         ) from error
     finally:
         quiet.setLevel(before)
-
-
-def _blocks(
-    module: nn.Module,
-    layout: BlockLayout,
-    block_of_unit: Sequence[int],
-    signatures: Sequence[str],
-    measures: Sequence[Measure],
-    logits: int,
-) -> tuple[Block, ...]:
-    """Add up the units of each block, and give equal blocks one kind."""
-    named = dict(module.named_parameters(remove_duplicate=False))
-    blocks: list[Block] = []
-    kinds: dict[Any, str] = {}
-    for index, part in enumerate(layout.blocks):
-        mine = [i for i, block in enumerate(block_of_unit) if block == index]
-        # A unit's output that the next one keeps as its input is one tensor: count it there.
-        kept = sum(
-            m.kept_inside
-            + m.kept_input
-            + (0 if i + 1 < len(measures) and measures[i + 1].kept_input else m.kept_output)
-            for i, m in ((i, measures[i]) for i in mine)
-        )
-        sizes = {p: named[p].numel() for p in part.parameters}
-        experts = sum(n for p, n in sizes.items() if ".experts." in p)
-        head = logits if index == len(layout.blocks) - 1 else 0
-        block = Block(
-            name=part.name,
-            kind="",
-            dense_parameters=sum(sizes.values()) - experts,
-            expert_parameters=experts,
-            forward_flops=sum(measures[i].forward_flops for i in mine),
-            backward_input_flops=sum(measures[i].backward_input_flops for i in mine),
-            backward_weight_flops=sum(measures[i].backward_weight_flops for i in mine),
-            # The loss writes the logits as fp32 and reads them back, in three kernels.
-            forward_moved_elements=sum(measures[i].moved_elements for i in mine) + 4 * head,
-            kernels=max(1, sum(measures[i].kernels for i in mine)) + (3 if head else 0),
-            kept_elements=kept,
-            kept_elements_selective=kept,
-            kept_fp32_elements=head,
-            tensor_divisors=UNCUT,
-        )
-        key = (replace(block, name=""), tuple(signatures[i] for i in mine))
-        if key not in kinds:
-            label = part.name if part.name in ("embedding", "head", "before", "after") else ""
-            label = label or type(_named_module(module, part)).__name__
-            twins = sum(kind.partition("#")[0] == label for kind in kinds.values())
-            kinds[key] = f"{label}#{twins + 1}" if twins else label
-        blocks.append(replace(block, kind=kinds[key]))
-    return tuple(blocks)
-
-
-def _named_module(module: nn.Module, part: BlockPart) -> nn.Module:
-    return module.get_submodule(part.modules[0]) if part.modules else module
 
 
 def _logits(layout: BlockLayout, last: Call) -> int:

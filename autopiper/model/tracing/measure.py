@@ -1,20 +1,19 @@
 """What a live module costs, measured under fake tensors: no weights, no arithmetic, only shapes.
 
-A unit is a sub-module that belongs to one block. `capture` runs the whole module once and notes what each unit is
-called with; `measure` then runs one unit by itself, forward and backward. Every parameter is replaced by a fake one of
+`measure` runs one unit (`capture.Unit`) by itself, forward and backward. Every parameter is replaced by a fake one of
 the same shape, so modules with real weights, on the meta device or built under a FakeTensorMode are all the same here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
@@ -22,14 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
-
-@dataclass(slots=True)
-class Call:
-    """Arguments that a unit was called with, and what it returned (fake tensors)."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any = None
+from autopiper.model.annotations import listening
+from autopiper.model.tracing.capture import Call
+from autopiper.model.tracing.experts import ExpertPart, ExpertWork, expert_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +40,8 @@ class Measure:
     kept_input: float
     """Its input's elements where it keeps them, else 0."""
     kept_output: float
+    experts: ExpertPart | None = None
+    """What of it ran in scopes of experts; None = nothing."""
 
 
 class Fakes:
@@ -61,6 +57,7 @@ class Fakes:
             if id(tensor) not in made:
                 made[id(tensor)] = self.like(tensor, tensor.requires_grad)
         self.state = {name: made[id(tensor)] for name, tensor in named}
+        self._parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         widths: Counter[torch.dtype] = Counter()
         for parameter in module.parameters():
             if parameter.is_floating_point():
@@ -75,6 +72,11 @@ class Fakes:
         with self.mode:
             fake = torch.empty(tuple(tensor.shape) if shape is None else tuple(shape), dtype=tensor.dtype, device="cpu")
         return fake.requires_grad_(requires_grad)
+
+    def parameters_of(self, prefix: str) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters of the sub-module `prefix` by their names within it, each under all its names."""
+        dot = f"{prefix}." if prefix else ""
+        return [(name[len(dot) :], self.state[name]) for name in self._parameters if name.startswith(dot)]
 
     def call(self, module: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a (sub-)module, whose qualified name is `prefix`, on fake parameters."""
@@ -108,86 +110,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
-
-
-@contextmanager
-def training_mode(module: nn.Module) -> Iterator[None]:
-    """Switch the module to training, and every sub-module back to what it was."""
-    before = {name: child.training for name, child in module.named_modules()}
-    module.train()
-    try:
-        yield
-    finally:
-        for name, child in module.named_modules():
-            child.training = before[name]
-
-
-def spec(value: Any) -> Any:
-    """Describe arguments so that equal descriptions cost the same: tensors by shape, type and need of a gradient."""
-    return repr(tree_map_only(torch.Tensor, lambda t: ("tensor", tuple(t.shape), str(t.dtype), t.requires_grad), value))
-
-
-def signature(module: nn.Module) -> str:
-    """Describe a module so that equal descriptions cost the same on equal inputs; numbers that count layers are left out."""
-    parts: list[Any] = []
-    if isinstance(module, fx.GraphModule):
-        for node in module.graph.nodes:
-            parts.append((node.op, str(node.target) if node.op == "call_function" else "", len(node.all_input_nodes)))
-    for name, child in module.named_modules(remove_duplicate=False):
-        plain = {
-            key: value
-            for key, value in vars(child).items()
-            if isinstance(value, int | float | str) and not key.startswith("_") and key not in _POSITIONS
-        }
-        shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in child.named_parameters(recurse=False)]
-        parts.append(("" if isinstance(module, fx.GraphModule) else name, type(child).__qualname__, plain, shapes))
-    return repr(parts)
-
-
-_POSITIONS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index", "training")
-
-
-def capture(run: Callable[[], Any], units: Sequence[tuple[nn.Module, str]]) -> list[Call]:
-    """Run the whole module and note each unit's call; `units` = (module, signature) in the order in which they run.
-
-    Units of one signature and equal arguments are run once, the others return the first one's output.
-    """
-    pending: dict[int, list[int]] = {}
-    for index, (module, _) in enumerate(units):
-        pending.setdefault(id(module), []).append(index)
-    calls: list[Call | None] = [None] * len(units)
-    first: dict[tuple[str, str], Call] = {}
-
-    def instead(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            queue = pending[id(module)]
-            index = queue.pop(0) if len(queue) > 1 else queue[0]
-            call = Call(args, kwargs)
-            key = (units[index][1], spec((args, kwargs)))
-            if key in first:
-                call.output = first[key].output
-            else:
-                call.output = original(*args, **kwargs)
-                first[key] = call
-            calls[index] = call
-            return call.output
-
-        return forward
-
-    with ExitStack() as stack:
-        for module in {id(m): m for m, _ in units}.values():
-            own = module.__dict__.get("forward")
-            stack.callback(_restore_forward, module, own)
-            module.forward = instead(module, module.forward)
-        run()
-    return [call or Call((), {}) for call in calls]
-
-
-def _restore_forward(module: nn.Module, own: Any) -> None:
-    if own is None:
-        del module.forward
-    else:
-        module.forward = own
 
 
 class _Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -238,8 +160,11 @@ _CUSTOM = {
 _MATRIX_WORK = {*flop_registry, *_CUSTOM}
 
 
-def measure(fakes: Fakes, module: nn.Module, prefix: str, call: Call, *, first: bool) -> Measure:
-    """Run one unit forward and backward. `first`: it belongs to block 0, whose inputs are the model's own."""
+def measure(fakes: Fakes, module: nn.Module, prefix: str, call: Call, *, first: bool, by_name: bool) -> Measure:
+    """Run one unit forward and backward. `first`: it belongs to block 0, whose inputs are the model's own.
+
+    `by_name`: sub-modules called "experts" are scopes of experts, since the forward has no scopes that say so.
+    """
 
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
         return fakes.like(tensor, tensor.requires_grad)
@@ -260,8 +185,18 @@ def measure(fakes: Fakes, module: nn.Module, prefix: str, call: Call, *, first: 
 
     moved = _Moved(fakes)
     counter = FlopCounterMode(display=False, custom_mapping=_CUSTOM)
-    with fakes.active(), saved_tensors_hooks(pack, lambda t: t), moved, counter:
+    work = ExpertWork(
+        depth=call.expert_depth,
+        read=lambda: (float(counter.get_total_flops()), moved.bytes, moved.kernels),
+        weights=fakes.weights,
+    )
+    with ExitStack() as stack:
+        for context in (fakes.active(), saved_tensors_hooks(pack, lambda t: t), moved, counter, work, listening(work)):
+            stack.enter_context(context)
+        if by_name:
+            stack.enter_context(expert_hooks(module, work))
         output = fakes.call(module, prefix, args, kwargs)
+    work.end()
     outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
     width = torch.empty((), dtype=fakes.dtype).element_size()
     kept = {key: _bytes(t) / width for key, t in saved.items() if key not in fakes.weights}
@@ -269,7 +204,7 @@ def measure(fakes: Fakes, module: nn.Module, prefix: str, call: Call, *, first: 
     own = {_storage(t) for t in (tensors if first else inputs)}
     alien = {_storage(t) for t in tensors} - own
     results = {_storage(t) for t in outputs} - own
-    total, to_inputs = _backward_flops(fakes, outputs, wanted)
+    total, to_inputs, *of_experts = _backward_flops(fakes, outputs, wanted, work)
     return Measure(
         forward_flops=float(counter.get_total_flops()),
         backward_input_flops=to_inputs,
@@ -279,24 +214,29 @@ def measure(fakes: Fakes, module: nn.Module, prefix: str, call: Call, *, first: 
         kept_inside=sum(n for key, n in kept.items() if key not in own | alien | results),
         kept_input=sum(n for key, n in kept.items() if key in own),
         kept_output=sum(n for key, n in kept.items() if key in results),
+        experts=work.part(fakes.parameters_of(prefix), of_experts[0], of_experts[1], width) if work.ran else None,
     )
 
 
 def _backward_flops(
-    fakes: Fakes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[float, float]:
-    """Return the FLOPs of the whole backward, and of the part that yields the gradient for the inputs."""
+    fakes: Fakes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], work: ExpertWork
+) -> tuple[float, float, float, float]:
+    """Return the FLOPs of the whole backward and of the part that yields the gradient for the inputs; the experts' too."""
     roots = [t for t in outputs if t.requires_grad]
     parameters = [t for t in fakes.state.values() if t.requires_grad]
     if not roots:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
 
-    def count(targets: Sequence[torch.Tensor]) -> float:
+    def count(targets: Sequence[torch.Tensor]) -> tuple[float, float]:
         if not targets:
-            return 0.0
+            return 0.0, 0.0
         with fakes.active(), FlopCounterMode(display=False, custom_mapping=_CUSTOM) as counter:
-            gradients = [torch.ones_like(t) for t in roots]
-            torch.autograd.grad(roots, targets, gradients, retain_graph=True, allow_unused=True)
-        return float(counter.get_total_flops())
+            back = work.backward(lambda: float(counter.get_total_flops()))
+            with back:
+                gradients = [torch.ones_like(t) for t in roots]
+                torch.autograd.grad(roots, targets, gradients, retain_graph=True, allow_unused=True)
+        return float(counter.get_total_flops()), back.flops
 
-    return count([*inputs, *{id(p): p for p in parameters}.values()]), count(inputs)
+    total, experts = count([*inputs, *{id(p): p for p in parameters}.values()])
+    to_inputs, experts_to_inputs = count(inputs)
+    return total, to_inputs, experts, experts_to_inputs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ from torch.distributed.pipelining import Pipe, pipe_split, pipeline
 from torch.utils._pytree import tree_leaves
 
 from autopiper.errors import ModelError
+from autopiper.model.annotations import listening
 from autopiper.model.layout import BlockLayout
-from autopiper.model.tracing.measure import Call, Fakes
+from autopiper.model.tracing.capture import Call
+from autopiper.model.tracing.measure import Fakes
+from autopiper.model.tracing.scopes import Marking
 from autopiper.model.tracing.structure import layer_list, layout_of
 
 
@@ -31,11 +34,13 @@ def split_points(module: nn.Module) -> tuple[str, tuple[str, ...]]:
 
 
 @contextmanager
-def _splits(module: nn.Module, points: tuple[str, ...]) -> Iterator[None]:
+def _splits(module: nn.Module, points: tuple[str, ...], marking: Marking | None) -> Iterator[None]:
     """Mark the beginning of each of these sub-modules, and the end of the last, as places to cut."""
 
     def split(*_: Any) -> None:
         pipe_split()  # type: ignore[no-untyped-call]
+        if marking is not None:
+            marking.next_piece()
 
     handles = [module.get_submodule(p).register_forward_pre_hook(split) for p in points]
     if points:
@@ -47,13 +52,20 @@ def _splits(module: nn.Module, points: tuple[str, ...]) -> Iterator[None]:
             handle.remove()
 
 
-def trace(module: nn.Module, points: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipe:
+def trace(
+    module: nn.Module,
+    points: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    marking: Marking | None = None,
+) -> Pipe:
     """Trace `module` on these inputs and cut it at `points` (`BlockLayout.split_points`); one piece per block.
 
-    The pieces hold the module's own parameters. Shapes, the batch size too, are those of the inputs.
+    The pieces hold the module's own parameters. Shapes, the batch size too, are those of the inputs. `marking` is told
+    of the cuts.
     Raises ModelError with torch's reason where tracing fails.
     """
-    with _splits(module, points), warnings.catch_warnings():
+    with _splits(module, points, marking), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of its own deprecations while it traces
         try:
             return pipeline(module, args, kwargs)
@@ -61,6 +73,8 @@ def trace(module: nn.Module, points: tuple[str, ...], args: tuple[Any, ...], kwa
             cause: BaseException = error
             while cause.__cause__ is not None:  # torch wraps what went wrong in general advice
                 cause = cause.__cause__
+            if isinstance(cause, ModelError):
+                raise cause from error
             reason = str(cause).strip().splitlines()
             raise ModelError(
                 f"{type(module).__name__} cannot be cut into blocks. Tried: nn.Sequential (it is none); a Hugging Face "
@@ -72,9 +86,12 @@ def trace(module: nn.Module, points: tuple[str, ...], args: tuple[Any, ...], kwa
 
 
 def cut(
-    module: nn.Module, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any], *, marked: bool = False
 ) -> tuple[BlockLayout, fx.GraphModule]:
-    """Cut a module by tracing a copy of it that has fake parameters; return the layout and the cut graph."""
+    """Cut a module by tracing a copy of it that has fake parameters; return the layout and the cut graph.
+
+    `marked`: the scopes of `autopiper.annotate` are marked in the graph (`tracing.scopes`).
+    """
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     memo: dict[int, Any] = {}
     for name, tensor in tensors:
@@ -85,8 +102,10 @@ def cut(
         # The memo stands in for every tensor: the copy has the module's structure, and none of its memory.
         twin = copy.deepcopy(module, memo)
     container, points = split_points(module)
-    with fakes.mode:
-        graph = trace(twin, points, args, kwargs).split_gm
+    marking = Marking()
+    with fakes.mode, listening(marking) if marked else nullcontext():
+        graph = trace(twin, points, args, kwargs, marking).split_gm
+    marking.restore(graph)
     graph.__dict__.pop("forward", None)  # torch puts a refusal there; the pieces are only measured here
     pieces = dict(graph.named_children())
     held = [[n for n, _ in piece.named_parameters(remove_duplicate=False)] for piece in pieces.values()]
