@@ -17,7 +17,7 @@ import autopiper
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("costmodel", "runtime", "search")
-HEAVY = ("torch", "optuna", "pulp", "highspy", "networkx", "pydantic", "transformers", "numpy")
+HEAVY = ("torch", "optuna", "pulp", "highspy", "networkx", "pydantic", "transformers", "numpy", "numba")
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
