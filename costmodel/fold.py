@@ -4,6 +4,9 @@ A pipeline under 1F1B works, once full, in a rhythm: some micro-batches later ev
 (max-plus linear recursions become periodic: Baccelli et al., Synchronization and Linearity, 1992, theorem 3.109). What
 starts a pass or a message lies no further back than the stages of the pipeline and the receive buffers reach. Where the
 rhythm has held for that long it holds until the micro-batches run out, so a step with more of them ends that much later.
+
+That is exact where nothing shares a link. Where messages slow each other down, what comes first may depend on what runs
+beside it, so the rhythm must have held three times as long, and the prediction may be off by a part of a micro-batch.
 """
 
 from __future__ import annotations
@@ -53,8 +56,9 @@ def predict_folded(
     None where the micro-batches that are there are too few to be sure of the rhythm. Raises as `simulate` does.
     """
     walks = prepare(graph, programs, costs)
-    start, _ = walks.walk({})
-    later = _shifts(graph, programs, walks.joint, start, left_out)
+    start, end = walks.walk({})
+    patience = 3 if walks.shared(start, end) else 1
+    later = _shifts(graph, programs, walks.joint, start, left_out, patience)
     if later is None:
         return None
     start, end = walks.walk(later)
@@ -63,7 +67,7 @@ def predict_folded(
         carried[node] += more_s
     second_start, second = walks.walk(carried)
     # The second step begins otherwise than the first, so its rhythm must be seen too.
-    again = _shifts(graph, programs, walks.joint, second_start, left_out)
+    again = _shifts(graph, programs, walks.joint, second_start, left_out, patience)
     if again is None or any(abs(again[n] - s) > _allowed(s) for n, s in later.items()):
         return None
     return _prediction(programs, walks, start, end, second)
@@ -93,13 +97,14 @@ def _allowed(shift_s: float) -> float:
 
 
 def _shifts(
-    graph: TrainingGraph, programs: Sequence[Program], joint: Joint, start: Sequence[float], left_out: Sequence[int]
-) -> dict[int, float] | None:
+    graph: TrainingGraph, programs: Sequence[Program], joint: Joint, start: Sequence[float], left_out: Sequence[int],
+    patience: int,
+) -> dict[int, float] | None:  # fmt: skip
     """Return by the first pass of each Program how much later all its passes are; None where no rhythm is sure."""
     later: list[float] = []
     for number, program in enumerate(programs):
         missing = left_out[program.places[0].pipeline]
-        found = _rhythm(graph, program, number, joint, start) if missing else (1, 0.0)
+        found = _rhythm(graph, program, number, joint, start, patience) if missing else (1, 0.0)
         if found is None or missing % found[0]:
             return None
         later.append(missing // found[0] * found[1])
@@ -113,7 +118,7 @@ def _shifts(
 
 
 def _rhythm(
-    graph: TrainingGraph, program: Program, number: int, joint: Joint, start: Sequence[float]
+    graph: TrainingGraph, program: Program, number: int, joint: Joint, start: Sequence[float], patience: int
 ) -> tuple[int, float] | None:
     """Return (micro-batches, seconds) after which the passes and sends of a Program repeat; None where none do yet.
 
@@ -134,7 +139,7 @@ def _rhythm(
         return 1, 0.0
     ahead = {"F": 1, "B": stages - place.stage}  # backwards are that many micro-batches behind the last forward but one
     seen = [row[: forwards - ahead[kind]] for (kind, _), row in rows.items()]
-    reach = stages + RECEIVE_DEPTH + 1
+    reach = patience * (stages + RECEIVE_DEPTH + 1)
     shortest = min(len(row) for row in seen)
     for count in range(1, min(stages, shortest - reach) + 1):
         seconds = seen[0][-1] - seen[0][-1 - count]

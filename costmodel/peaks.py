@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from autopiper._data import data
 from autopiper.costmodel.durations import Durations
-from autopiper.costmodel.memory import boundary_bytes, stage_kept_bytes, stage_workspace_bytes, stage_static_bytes
+from autopiper.costmodel.memory import boundary_bytes, stage_kept_bytes, stage_static_bytes, stage_workspace_bytes
 from autopiper.ir.graph import GraphStage
 from autopiper.ir.joint import Joint
 from autopiper.ir.lower import RECEIVE_DEPTH
+from autopiper.model.spec import Model
 from autopiper.plan.actions import COMPUTE_STREAM, Action
+from autopiper.plan.costs import PriceIndex
 from autopiper.plan.timeline import MemoryPoint
 
 TIE = 1e-10
@@ -31,7 +33,13 @@ class Memory:
 
 
 def memory(
-    number: int, joint: Joint, durations: Durations, start: Sequence[float], end: Sequence[float], *, points: bool = True
+    number: int,
+    joint: Joint,
+    durations: Durations,
+    start: Sequence[float],
+    end: Sequence[float],
+    *,
+    points: bool = True,
 ) -> Memory:
     """Return what the ranks of Program `number` hold over the step. `points=False` leaves the course of it out.
 
@@ -47,7 +55,12 @@ def memory(
     stages = [graph.stage(p.pipeline, p.stage) for p in durations.programs[number].places]
     states = [stage_static_bytes(graph, durations.costs, s) for s in stages]
     static = {name: sum(getattr(s, name) for s in states) for name in ("parameters", "gradients", "optimizer")}
-    level = {ACTIVATIONS: 0.0, GRADIENTS: static["gradients"], PARAMETERS: static["parameters"], BUFFERS: holds.workspace}
+    level = {
+        ACTIVATIONS: 0.0,
+        GRADIENTS: static["gradients"],
+        PARAMETERS: static["parameters"],
+        BUFFERS: holds.workspace,
+    }
     optimizer = static["optimizer"]
     peak = sum(level.values()) + optimizer
     live = most = 0
@@ -109,7 +122,10 @@ class _Holds:
     def _stages(self) -> list[GraphStage]:
         return [self.graph.stage(p.pipeline, p.stage) for p in self.program.places]
 
-    def _of(self, stage: GraphStage, recompute: tuple[str, ...], samples: int):  # type: ignore[no-untyped-def]
+    def _of(
+        self, stage: GraphStage, recompute: tuple[str, ...], samples: int
+    ) -> tuple[PriceIndex, Model, str, int, int, int, tuple[str, ...], int]:
+        """Return the arguments that the formulas of `costmodel.memory` share."""
         return (
             self.durations.prices, self.graph.model, self.device_type, stage.tensor_parallel_size, stage.start,
             stage.stop, recompute, samples,

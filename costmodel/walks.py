@@ -60,6 +60,12 @@ class Walks:
         start, end = kernel.walk(work)
         return start[self._entry].tolist(), end[self._exit].tolist()
 
+    def shared(self, start: Sequence[float], end: Sequence[float]) -> bool:
+        """Whether anything took longer than it does alone, for sharing a link or its rank."""
+        ends = np.add.reduceat(self.work.seconds, self._entry) if len(self._entry) else np.zeros(0)
+        took = np.asarray(end) - np.asarray(start)
+        return bool((took > ends * (1 + 1e-6) + 1e-12 * np.asarray(end)).any())
+
     def carried_over(self, end: Sequence[float]) -> dict[int, float]:
         """Return when the first node of each stream can start in the step that follows.
 
@@ -116,8 +122,9 @@ class Walks:
                     capacity.append(has)
                 used.append((int(exit_[number]), pools[pool], demand))
         for target in range(len(joint.nodes)):
-            for source, block in joint.waits[target]:
-                edges.append((int(exit_[source]) if block is None else passed[source, block], int(entry[target])))
+            for source, at_block in joint.waits[target]:
+                ready = int(exit_[source]) if at_block is None else passed[source, at_block]
+                edges.append((ready, int(entry[target])))
             edges += [(int(exit_[source]), int(entry[target])) for source in joint.stream_before[target]]
         pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
         after_start, after, missing = kernel.successors(len(seconds), pairs[:, 0], pairs[:, 1])

@@ -65,17 +65,17 @@ def gradient_blocks(graph: TrainingGraph) -> tuple[GradientBlock, ...]:
     gather_names: dict[frozenset[tuple[int, ...]], str] = {}
     for run, pieces in ordered:
         found.append(_make(graph, len(found), run, pieces, reduce_names, gather_names))
-    for number, tied in enumerate(model.tied):
+    for at, tied in enumerate(model.tied):
         uses = tuple(sorted(set(tied.blocks), reverse=True))
         stages = [s for b in sorted(uses) for s in graph.stages() if s.start <= b < s.stop]
         run = _Run(
-            kind="tied", holders=_distinct(graph, [p for s in stages for p in s.places()]), tied=number,
+            kind="tied", holders=_distinct(graph, [p for s in stages for p in s.places()]), tied=at,
             bucket_bytes=min(s.bucket_bytes for s in stages),
         )  # fmt: skip
         pieces = [(uses[0], tied.parameters)]
-        block = _make(graph, len(found), run, pieces, reduce_names, gather_names)
-        lowest = tuple(replace(b, lowest_block=uses[-1]) for b in block.buckets)
-        found.append(replace(block, blocks=uses, buckets=lowest))
+        made = _make(graph, len(found), run, pieces, reduce_names, gather_names)
+        lowest = tuple(replace(b, lowest_block=uses[-1]) for b in made.buckets)
+        found.append(replace(made, blocks=uses, buckets=lowest))
     return tuple(found)
 
 
@@ -87,11 +87,7 @@ def _holders(
     if shard is not None:
         part, of = shard
         sizes = {(s.pipeline, s.index): s.expert_parallel_size if block in s.sharded else 1 for s in stages}
-        places = [
-            p
-            for p in places
-            if part * sizes[p.pipeline, p.stage] // of == p.member % sizes[p.pipeline, p.stage]
-        ]
+        places = [p for p in places if part * sizes[p.pipeline, p.stage] // of == p.member % sizes[p.pipeline, p.stage]]
     return _distinct(graph, places)
 
 

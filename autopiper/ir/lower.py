@@ -80,9 +80,7 @@ class _Writer:
         return Program(
             ranks=tuple(self.ranks[d] for d in devices),
             devices=devices,
-            places=tuple(
-                Place(pipeline=s.pipeline, stage=s.index, member=member) for s in self.groups[members]
-            ),
+            places=tuple(Place(pipeline=s.pipeline, stage=s.index, member=member) for s in self.groups[members]),
             streams={name: tuple(streams[name]) for name in sorted(streams, key=lambda n: _priority(n, streams[n]))},
             copies=tuple(
                 Copy(ranks=tuple(self.ranks[d] for d in members[m]), devices=members[m], member=m) for m in copies
@@ -206,9 +204,7 @@ class _Member:
             for n, (mb, region) in enumerate(messages):
                 freed = uses[n - RECEIVE_DEPTH] if n >= RECEIVE_DEPTH else None
                 waits = self.latest(freed) if freed is not None and freed < soonest[n] else ()
-                action = self._message(
-                    f"RECV_{kind}", self.order[users[mb]], peer, region, streams[peer], waits
-                )
+                action = self._message(f"RECV_{kind}", self.order[users[mb]], peer, region, streams[peer], waits)
                 self.waits[users[mb]].append(Wait(action=action.text))
                 yield action
 
@@ -257,9 +253,13 @@ class _Member:
                         self.waits[user].append(Wait(action=gather.text))
                     self.after[chain.last].append(
                         Action(
-                            kind=f"RESHARD_{tail.kind}", stream=COMPUTE_STREAM, micro_batch=tail.micro_batch,
-                            gradient_block=block.index, bucket=bucket, waits=(Wait(action=gather.text),),
-                        )  # fmt: skip
+                            kind=f"RESHARD_{tail.kind}",
+                            stream=COMPUTE_STREAM,
+                            micro_batch=tail.micro_batch,
+                            gradient_block=block.index,
+                            bucket=bucket,
+                            waits=(Wait(action=gather.text),),
+                        )
                     )
         return [action for _, action in sorted(found, key=lambda pair: (pair[0], pair[1].bucket or 0))]
 
@@ -339,9 +339,7 @@ class _Member:
             ready = (*ready, Wait(action="NORM"))
         for block in self.writer.held.get(self.members[self.member], ()):
             own = (Wait(action=reduced[block.index]),) if block.index in reduced else ()
-            update = Action(
-                kind="UPDATE", stream=COMPUTE_STREAM, gradient_block=block.index, waits=(*own, *ready)
-            )
+            update = Action(kind="UPDATE", stream=COMPUTE_STREAM, gradient_block=block.index, waits=(*own, *ready))
             yield update
             for bucket in range(len(block.buckets)) if block.zero in (1, 2) else ():
                 yield Action(

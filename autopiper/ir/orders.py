@@ -164,9 +164,7 @@ def complete(graph: TrainingGraph) -> TrainingGraph:
             groups = [(Pass(pipeline=p, stage=0, kind=k, micro_batch=m),) for m in range(count) for k in "FB"]
             graph = replace(graph, rows=(*graph.rows, Row(members=members, groups=tuple(groups), source="no order")))
             continue
-        faults += [
-            f"stage {s.tag} has no order; add order(schedule='1f1b', pipelines=({s.pipeline},))" for s in stages
-        ]
+        faults += [f"stage {s.tag} has no order; add order(schedule='1f1b', pipelines=({s.pipeline},))" for s in stages]
     if faults:
         raise PlanError("passes without an order", faults)
     _check_circles(graph)
@@ -196,9 +194,9 @@ def _check_circles(graph: TrainingGraph) -> None:
         before[n] += [source for source in sources if source is not None]
     missing = [len(sources) for sources in before]
     after: list[list[int]] = [[] for _ in every]
-    for n, sources in enumerate(before):
-        for source in sources:
-            after[source].append(n)
+    for n, earlier in enumerate(before):
+        for one in earlier:
+            after[one].append(n)
     ready = [n for n, count in enumerate(missing) if not count]
     for n in ready:  # grows while it is walked
         for target in after[n]:

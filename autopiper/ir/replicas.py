@@ -52,11 +52,11 @@ def _neighbours(graph: TrainingGraph, numbers: dict[Members, int]) -> dict[Seat,
         for here, there in zip(pipe.stages, pipe.stages[1:], strict=False):
             for mb in {pair: m for m, pair in enumerate(zip(here.slices, there.slices, strict=True))}.values():
                 ends = iter(enumerate(there.ranges(mb)))
-                peer, (low, high) = next(ends)
+                peer, (_, high) = next(ends)
                 for member, (start, stop) in enumerate(here.ranges(mb)):
                     while start < stop:  # both rise, so one walk over both meets every overlap
                         if high <= start:
-                            peer, (low, high) = next(ends)
+                            peer, (_, high) = next(ends)
                             continue
                         join((numbers[here.members], member), (numbers[there.members], peer))
                         start = min(stop, high)
@@ -106,16 +106,14 @@ def _refine(
     known: dict[object, int] = {}
     found = {}
     for number, strand in enumerate(strands):
-        place = {seat: n for n, seat in enumerate(strand)}
+        position = {seat: n for n, seat in enumerate(strand)}
         nodes: dict[int, int] = {}
         signature: list[object] = [colour[number]]
         for seat in strand:
             g, m = seat
             device = devices[head[seat]]
             slices = tuple(column[m] for column in columns[g].values())
-            links = tuple(
-                (place[other], graph.cluster.tier(head[seat], head[other])) for other in neighbours[seat]
-            )
+            links = tuple((position[other], graph.cluster.tier(head[seat], head[other])) for other in neighbours[seat])
             node = graph.cluster.nodes[device.node]
             local = nodes.setdefault(device.node, len(nodes))
             signature.append(

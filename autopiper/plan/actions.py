@@ -166,6 +166,10 @@ class Copy:
     member: int
     """Of every stage that the Program holds."""
 
+    def __post_init__(self) -> None:
+        if len(self.ranks) != len(self.devices) or not self.ranks:
+            raise PlanError(f"a copy names ranks {self.ranks} and devices {self.devices}; give one device for each rank")
+
 
 @data
 class Program:

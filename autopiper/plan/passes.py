@@ -1,8 +1,8 @@
 """Pass: one visit of a micro-batch to a stage, the unit that schedules order; and the text of passes and their groups.
 
-    2F5                      stage 2, forward of micro-batch 5 (F, B, I or W)
-    p1:2F5                   the same in pipeline 1; pipeline 0 needs no prefix
-    (2F5;0B1)OVERLAP_F_B     a group: passes of one device group that may overlap, torch pipelining's notation
+2F5                      stage 2, forward of micro-batch 5 (F, B, I or W)
+p1:2F5                   the same in pipeline 1; pipeline 0 needs no prefix
+(2F5;0B1)OVERLAP_F_B     a group: passes of one device group that may overlap, torch pipelining's notation
 """
 
 from __future__ import annotations

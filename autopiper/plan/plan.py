@@ -16,7 +16,7 @@ from autopiper.plan.costs import CostTable
 from autopiper.plan.strategy import Strategy
 from autopiper.plan.training import Training
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @data

@@ -5,7 +5,10 @@ from __future__ import annotations
 from autopiper._data import data, require_fields
 from autopiper.errors import PlanError, nearest
 from autopiper.model.spec import RECOMPUTE_CHOICES
-from autopiper.plan.strategy import DEFAULT_BUCKET_BYTES, SCHEDULES
+from autopiper.plan.strategy import DEFAULT_BUCKET_BYTES
+
+SCHEDULES = ("gpipe", "1f1b")
+"""Families that the search of this version chooses from; a strategy by hand may use any of `ir.schedules`."""
 
 
 @data

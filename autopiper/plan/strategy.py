@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Literal
 
@@ -12,12 +12,12 @@ from autopiper.errors import PlanError, nearest
 from autopiper.model.spec import RECOMPUTE_CHOICES, Model
 from autopiper.plan import directives as d
 from autopiper.plan.directives import Directive
+from autopiper.plan.passes import parse_group
 from autopiper.plan.training import Training
 
-SCHEDULES = ("gpipe", "1f1b")
-"""Families that this version expands; a further one is a file in ir/schedules."""
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-
+V_FAMILIES = ("zb-v", "dualpipe-v")
+"""Families that imply two virtual stages a rank, laid out as a V: rank r holds stages r and 2R-1-r."""
 
 Leftover = Literal["first", "ends"]
 """Which of equal stages take the blocks left over."""
@@ -46,14 +46,18 @@ class Group:
     """`slices[micro_batch][member]`, in samples; each row sums to the micro-batch."""
     context_parallel_size: int = 1
     expert_parallel_size: int = 1
+    """Consecutive members over which the experts of the stage are divided."""
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if not self.members or len({len(m) for m in self.members}) != 1 or not self.members[0]:
             raise PlanError(f"group members {self.members} must be one or more, of equal tensor-parallel size")
-        for name in ("context_parallel_size", "expert_parallel_size"):
-            if getattr(self, name) != 1:
-                raise PlanError(f"{name} is {getattr(self, name)}; only 1 can be planned yet")
+        if self.context_parallel_size != 1:
+            raise PlanError(f"context_parallel_size is {self.context_parallel_size}; only 1 can be planned yet")
+        if self.expert_parallel_size < 1 or len(self.members) % self.expert_parallel_size:
+            raise PlanError(
+                f"expert_parallel_size is {self.expert_parallel_size}; it must divide the {len(self.members)} members"
+            )
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -75,6 +79,8 @@ class Stage:
     group: Group
     recompute: tuple[str, ...]
     """"none", "selective" or "full" for each block."""
+    zero: tuple[int, ...] = ()
+    """ZeRO level, 0 to 3, of each block; empty = 0 for all."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
@@ -83,6 +89,12 @@ class Stage:
             raise PlanError(
                 f"stage [{self.start}, {self.stop}) has {self.stop - self.start} blocks but {len(self.recompute)} recompute choices"
             )
+        if self.zero and len(self.zero) != self.stop - self.start:
+            raise PlanError(
+                f"stage [{self.start}, {self.stop}) has {self.stop - self.start} blocks but {len(self.zero)} ZeRO levels"
+            )
+        if not set(self.zero) <= {0, 1, 2, 3}:
+            raise PlanError(f"stage [{self.start}, {self.stop}): ZeRO levels {self.zero} must be of 0, 1, 2, 3")
         for choice in self.recompute:
             if choice not in RECOMPUTE_CHOICES:
                 raise PlanError(
@@ -105,11 +117,19 @@ class Pipeline:
 
 @data
 class Schedule:
-    """A named family for the pipelines that it lists."""
+    """A named family for the pipelines that it lists, or ("searched") the orders themselves."""
 
     family: str = "1f1b"
     pipelines: tuple[int, ...] = (0,)
     parameters: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    rows: tuple[tuple[str, ...], ...] = ()
+    """Of "searched": one row per device group, of passes and groups as `plan.passes` writes them."""
+
+    def __post_init__(self) -> None:
+        if bool(self.rows) != (self.family == "searched"):
+            raise PlanError(
+                f"schedule '{self.family}' has {len(self.rows)} rows; 'searched' lists its orders, and only that does"
+            )
 
 
 @data
@@ -120,14 +140,10 @@ class Strategy:
     pipelines: tuple[Pipeline, ...] = ()
     schedules: tuple[Schedule, ...] = ()
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    zero: int = 0
-    """ZeRO level; 0 is the only one that can be planned yet."""
     given: tuple[Directive, ...] = ()
     """Directives written by hand; then `pipelines` and `schedules` are empty."""
 
     def __post_init__(self) -> None:
-        if self.zero != 0:
-            raise PlanError(f"zero is {self.zero}; only level 0 can be planned yet")
         if self.bucket_bytes < 1:
             raise PlanError(f"bucket_bytes is {self.bucket_bytes}; it must be 1 or more")
         if bool(self.given) == bool(self.pipelines):
@@ -143,25 +159,23 @@ class Strategy:
             for s, stage in enumerate(pipe.stages):
                 here = {"PIPE": p, "PP": s}
                 out.append(d.cut(p, s, blocks=(stage.start, stage.stop)))
-                out.append(d.place(here, stage.group.devices))
-                if stage.group.tensor_parallel_size > 1 or stage.group.sequence_parallel:
-                    out.append(
-                        d.degrees(
-                            here,
-                            tensor_parallel_size=stage.group.tensor_parallel_size,
-                            sequence_parallel=stage.group.sequence_parallel,
-                        )
-                    )
-                if len(stage.group.members) > 1:
-                    out.append(d.slices(here, stage.group.slices))
-                if set(stage.recompute) != {"none"}:
-                    same = set(stage.recompute) == {stage.recompute[0]}
-                    out.append(d.recompute(here, stage.recompute[0] if same else stage.recompute))
-        out.append(d.replicate({}))
+                out += _of_stage(here, stage)
+        levels = {s.zero[0] if s.zero else 0 for p in self.pipelines for s in p.stages}
+        if len(levels) == 1 and not any(len(set(s.zero)) > 1 for p in self.pipelines for s in p.stages):
+            out.append(_replicate({}, levels.pop()))
+        else:
+            for p, pipe in enumerate(self.pipelines):
+                out += [_replicate({"PIPE": p, "PP": s}, _one_level(p, s, x)) for s, x in enumerate(pipe.stages)]
         out.append(d.buckets({}, bucket_bytes=self.bucket_bytes))
-        out.extend(
-            d.OrderDirective(schedule=s.family, pipelines=s.pipelines, parameters=s.parameters) for s in self.schedules
-        )
+        for schedule in self.schedules:
+            if schedule.rows:
+                out += [d.order([_filters(text) for text in row]) for row in schedule.rows]
+            else:
+                out.append(
+                    d.OrderDirective(
+                        schedule=schedule.family, pipelines=schedule.pipelines, parameters=schedule.parameters
+                    )
+                )
         return tuple(out)
 
     @staticmethod
@@ -204,62 +218,61 @@ class Strategy:
         """Write the classic 3D layout: equal stages, equal members; data parallel = the rest.
 
         Ranks are laid out as Megatron-LM does: tensor fastest, then data, then pipeline. The blocks are divided as
-        evenly as contiguous stages allow; `leftover` says who takes the rest (`even_sizes`). `devices` restricts the
-        layout to these ids, in this order (default: all). Raises PlanError with the sum worked out where sizes do not divide.
+        evenly as contiguous stages allow; `leftover` says who takes the rest (`even_sizes`). Stage s of
+        `virtual_pipeline_parallel_size` v stages a rank is on rank s mod p; zb-v and dualpipe-v imply v = 2, laid out as
+        a V; dualpipe makes two pipelines in opposite directions, with half of the micro-batches each. `devices`
+        restricts the layout to these ids, in this order (default: all). Raises PlanError with the sum worked out where
+        sizes do not divide.
         """
         require(PlanError, "model", model, Model)
         require(PlanError, "cluster", cluster, Cluster)
         require(PlanError, "training", training, Training)
         require(PlanError, "devices", devices, tuple[int, ...] | range | None)
-        ids = tuple(range(cluster.num_devices)) if devices is None else tuple(devices)
-        if not ids:
-            raise PlanError("devices is empty; name at least one, or None for all")
-        tp, pp = tensor_parallel_size, pipeline_parallel_size
-        for name, value in (
-            ("micro_batch_size", micro_batch_size), ("tensor_parallel_size", tp), ("pipeline_parallel_size", pp),
-        ):  # fmt: skip
-            require(PlanError, name, value, int)
-            if value < 1:
-                raise PlanError(f"{name} is {value}; it must be 1 or more")
-        for name, value in (
-            ("virtual_pipeline_parallel_size", virtual_pipeline_parallel_size),
-            ("context_parallel_size", context_parallel_size), ("expert_parallel_size", expert_parallel_size),
-        ):  # fmt: skip
-            if value != 1:
-                raise PlanError(f"{name} is {value}; only 1 can be planned yet")
-        if len(ids) % (tp * pp):
-            raise PlanError(
-                f"{len(ids)} devices do not divide by tensor_parallel_size {tp} x pipeline_parallel_size {pp} = {tp * pp}; "
-                f"{len(ids)} mod {tp * pp} = {len(ids) % (tp * pp)}"
-            )
-        if pp > len(model.blocks):
-            raise PlanError(
-                f"pipeline_parallel_size {pp} exceeds the {len(model.blocks)} blocks of model '{model.name}'"
-            )
-        dp = len(ids) // (tp * pp)
-        per_micro_batch = micro_batch_size * dp
-        if training.global_batch_size % per_micro_batch:
-            raise PlanError(
-                f"global_batch_size {training.global_batch_size} does not divide by micro_batch_size {micro_batch_size} x "
-                f"data_parallel_size {dp} = {per_micro_batch}; nearest: "
-                f"{max(per_micro_batch, round(training.global_batch_size / per_micro_batch) * per_micro_batch)}"
-            )
-        count = training.global_batch_size // per_micro_batch
-        stages, start = [], 0
-        for s, size in enumerate(even_sizes(len(model.blocks), pp, leftover)):
-            stop = start + size
-            first = s * dp * tp
-            members = tuple(tuple(ids[first + m * tp : first + (m + 1) * tp]) for m in range(dp))
-            group = Group(
-                members=members,
-                slices=((micro_batch_size,) * dp,) * count,
-                sequence_parallel=sequence_parallel and tp > 1,
-            )
-            stages.append(Stage(start=start, stop=stop, group=group, recompute=(recompute,) * (stop - start)))
-            start = stop
-        return Strategy(
-            training=training,
-            pipelines=(Pipeline(micro_batch_sizes=(per_micro_batch,) * count, stages=tuple(stages)),),
-            schedules=(Schedule(family=schedule, pipelines=(0,)),),
-            zero=zero,
+        from autopiper.plan.uniform import uniform
+
+        return uniform(
+            model, cluster, training, micro_batch_size=micro_batch_size, tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
+            context_parallel_size=context_parallel_size, expert_parallel_size=expert_parallel_size, schedule=schedule,
+            recompute=recompute, sequence_parallel=sequence_parallel, zero=zero,
+            devices=tuple(range(cluster.num_devices)) if devices is None else tuple(devices), leftover=leftover,
+        )  # fmt: skip
+
+
+def _of_stage(here: d.Filter, stage: Stage) -> Iterator[Directive]:
+    """Yield what places a stage and divides its work."""
+    group = stage.group
+    yield d.place(here, group.devices)
+    if group.tensor_parallel_size > 1 or group.sequence_parallel or group.expert_parallel_size > 1:
+        yield d.degrees(
+            here, tensor_parallel_size=group.tensor_parallel_size, sequence_parallel=group.sequence_parallel,
+            expert_parallel_size=group.expert_parallel_size,
+        )  # fmt: skip
+    if group.expert_parallel_size > 1:
+        yield d.shard({**here, "EP": "*"}, group.devices)
+    if len(group.members) > 1:
+        yield d.slices(here, group.slices)
+    if set(stage.recompute) != {"none"}:
+        same = set(stage.recompute) == {stage.recompute[0]}
+        yield d.recompute(here, stage.recompute[0] if same else stage.recompute)
+
+
+def _replicate(filter: d.Filter, level: int) -> Directive:
+    return d.replicate(filter, shard_optimizer=level == 1, shard_grads=level >= 2, shard_params=level == 3)
+
+
+def _one_level(pipeline: int, number: int, stage: Stage) -> int:
+    if len(set(stage.zero)) > 1:
+        raise PlanError(
+            f"pipeline {pipeline}, stage {number}: ZeRO levels {stage.zero} differ inside the stage; directives name blocks "
+            "by the model's regions: annotate them and use replicate"
         )
+    return stage.zero[0] if stage.zero else 0
+
+
+def _filters(text: str) -> list[d.Filter]:
+    words = {"F": "F", "B": "B", "I": "BI", "W": "BW"}
+    return [
+        {"PIPE": it.pipeline, "PP": it.stage, "MB": it.micro_batch, "PASS": words[it.kind]} for it in parse_group(text)
+    ]

@@ -173,7 +173,7 @@ def independent_walk(programs: Sequence[Program], graph: ir.TrainingGraph, costs
                 return None
             begin, end = ends[n, wait.action]
             if wait.block is not None:
-                stage = graph.stage(programs[n].places[0])
+                stage = graph.stage(programs[n].places[0].pipeline, programs[n].places[0].stage)
                 mb = int(wait.action.split("B")[1])
                 samples = stage.slices[mb][programs[n].places[0].member]
                 passed = range(wait.block, stage.stop)
@@ -205,7 +205,7 @@ def independent_walk(programs: Sequence[Program], graph: ir.TrainingGraph, costs
             if begin is None:
                 continue
             if action.kind in ("F", "B"):
-                stage = graph.stage(place)
+                stage = graph.stage(place.pipeline, place.stage)
                 samples = stage.slices[action.micro_batch or 0][place.member]
                 seconds = 0.0
                 for b in range(stage.start, stage.stop):

@@ -142,7 +142,7 @@ def written(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 def test_a_saved_plan_loads(tmp_path: Path) -> None:
     path, content = written(tmp_path)
     assert load_plan(path) == small_plan()
-    assert (content["autopiper"], content["schema_version"]) == ("plan", 1)
+    assert (content["autopiper"], content["schema_version"]) == ("plan", 2)
     assert load_plan(path).gap == 1.0
 
 
@@ -164,11 +164,11 @@ def spoil(content: dict[str, Any], where: str, key: str, value: Any) -> None:
         ("step_time_s", "step_time", 0, r"step_time: unknown field \(did you mean 'step_time_s'\?\)"),
         ("binding", "", None, "binding: .*required"),
         ("step_time_s", "", "fast", r"step_time_s: .*valid number.*\(came: 'fast'\)"),
-        ("strategy.zero", "zer0", 0, r"strategy.zer0: unknown field \(did you mean 'zero'\?\)"),
+        ("strategy.bucket_bytes", "bucket_byte", 0, r"strategy.bucket_byte: unknown field \(did you mean 'bucket_bytes'\?\)"),
         ("cluster.nodes.0.nics", "", 0, "node 'n': nics is 0; it must be 1 or more"),
         ("strategy.training.optimizer", "", "adamww", r"optimizer 'adamww' is unknown \(did you mean 'adamw'\?\)"),
         ("model.blocks.0.kernels", "", "many", r"model.blocks.0.kernels: .*valid integer.*\(came: 'many'\)"),
-        ("schema_version", "", 7, "schema_version is 7; this AutoPiper reads 1"),
+        ("schema_version", "", 7, "schema_version is 7; this AutoPiper reads 2"),
         ("autopiper", "", "costs", "its key 'autopiper' says 'costs', expected 'plan'"),
         ("programs", "", [{"ranks": [0], "devices": [0], "places": [[0, 0, 0]], "streams": {"compute": ["0F0 tail"]}}], "'0F0 tail' is not an action"),
         ("programs", "", [{"ranks": [0], "devices": [0], "places": [[0, 0, 0]], "streams": {"compute": ["0F0 after 0B0@x"]}}], "wait '0B0@x' names block 'x'; expected a number"),

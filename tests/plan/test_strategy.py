@@ -1,5 +1,7 @@
 """The uniform 3D layout is Megatron-LM's rank order, and every size that does not divide is refused with the sum."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from autopiper.cluster import Cluster, DeviceType, Link, Node
 from autopiper.errors import PlanError
 from autopiper.model import Model
-from autopiper.plan import Group, Pipeline, Space, Stage, Strategy, Training
+from autopiper.plan import Group, Pipeline, Schedule, Space, Stage, Strategy, Training
 from autopiper.plan import directives as d
 
 
@@ -54,9 +56,27 @@ def test_uniform_is_megatrons_layout(tp: int, dp: int, pp: int, mbs: int, count:
         ({"micro_batch_size": 0}, "micro_batch_size is 0; it must be 1 or more"),
         ({"tensor_parallel_size": -1}, "tensor_parallel_size is -1; it must be 1 or more"),
         ({"context_parallel_size": 2}, "context_parallel_size is 2; only 1 can be planned yet"),
-        ({"expert_parallel_size": 2}, "expert_parallel_size is 2; only 1 can be planned yet"),
-        ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size is 2; only 1 can be planned yet"),
-        ({"zero": 1}, "zero is 1; only level 0 can be planned yet"),
+        (
+            {"expert_parallel_size": 3},
+            "data_parallel_size 8 does not divide by expert_parallel_size 3; 8 mod 3 = 2",
+        ),
+        (
+            {"pipeline_parallel_size": 8, "virtual_pipeline_parallel_size": 3},
+            "pipeline_parallel_size 8 x 3 stages a rank = 24 exceeds the 16 blocks of model 'chain'",
+        ),
+        (
+            {"virtual_pipeline_parallel_size": 3, "schedule": "zb-v"},
+            "virtual_pipeline_parallel_size is 3; schedule 'zb-v' has 2 stages a rank",
+        ),
+        (
+            {"virtual_pipeline_parallel_size": 2, "schedule": "dualpipe"},
+            "virtual_pipeline_parallel_size is 2; in 'dualpipe' a rank has one stage of each of two pipelines: 1",
+        ),
+        (
+            {"pipeline_parallel_size": 4, "schedule": "dualpipe", "micro_batch_size": 3},
+            "micro_batch_size 3 x data_parallel_size 2 x 2 pipelines = 12; nearest: 12",
+        ),
+        ({"zero": 4}, "zero is 4; it must be 0, 1, 2 or 3"),
         ({"recompute": "ful"}, r"recompute 'ful' is unknown \(did you mean 'full'\?\); allowed: none, selective, full"),
     ],
 )  # fmt: skip
@@ -127,3 +147,45 @@ def test_stages_and_groups_check_themselves() -> None:
 def test_space_checks_itself(fields: dict[str, object], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         Space(**fields)  # type: ignore[arg-type]
+
+
+def test_virtual_stages_go_round_and_v_families_come_back() -> None:
+    training = Training(global_batch_size=8)
+    loop = Strategy.uniform(
+        Model.chain(9), cluster(1, 2), training, pipeline_parallel_size=2, virtual_pipeline_parallel_size=2,
+        schedule="interleaved-1f1b",
+    )  # fmt: skip
+    assert [s.group.devices for s in loop.pipelines[0].stages] == [(0,), (1,), (0,), (1,)]
+    assert [(s.start, s.stop) for s in loop.pipelines[0].stages] == [(0, 3), (3, 5), (5, 7), (7, 9)]
+    vee = Strategy.uniform(Model.chain(8), cluster(1, 2), training, pipeline_parallel_size=2, schedule="dualpipe-v")
+    assert [s.group.devices for s in vee.pipelines[0].stages] == [(0,), (1,), (1,), (0,)]
+    two = Strategy.uniform(Model.chain(8), cluster(1, 4), training, pipeline_parallel_size=2, schedule="dualpipe")
+    assert [[s.group.devices for s in p.stages] for p in two.pipelines] == [[(0, 1), (2, 3)], [(2, 3), (0, 1)]]
+    assert [p.share for p in two.pipelines] == [4, 4]
+    assert two.schedules == (Schedule(family="dualpipe", pipelines=(0, 1)),)
+
+
+def test_zero_and_experts_are_written_as_replicate_and_shard() -> None:
+    moe = Model.transformer(
+        num_layers=2, hidden_size=8, num_attention_heads=2, sequence_length=4, vocab_size=16, num_experts=4,
+        experts_per_token=2,
+    )  # fmt: skip
+    strategy = Strategy.uniform(
+        moe, cluster(1, 4), Training(global_batch_size=4), expert_parallel_size=2, zero=3, micro_batch_size=1
+    )
+    said = strategy.directives()
+    assert d.replicate({}, shard_grads=True, shard_params=True) in said
+    assert d.shard({"PIPE": 0, "PP": 0, "EP": "*"}, [0, 1, 2, 3]) in said
+    assert d.degrees({"PIPE": 0, "PP": 0}, expert_parallel_size=2) in said
+
+
+def test_searched_orders_are_rows_of_passes() -> None:
+    schedule = Schedule(family="searched", rows=(("0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"),))
+    strategy = Strategy.uniform(Model.chain(2), cluster(1, 1), Training(global_batch_size=2))
+    *_, last = replace(strategy, schedules=(schedule,)).directives()
+    f, b = ({"PIPE": 0, "PP": 0, "MB": m, "PASS": k} for m, k in ((1, "F"), (0, "B")))
+    assert last == d.order([[{**f, "MB": 0}], [f, b], [{**b, "MB": 1}]])
+    with pytest.raises(PlanError, match="schedule '1f1b' has 1 rows; 'searched' lists its orders, and only that does"):
+        Schedule(rows=(("0F0",),))
+    with pytest.raises(PlanError, match="'0F' is not a pass or group; expected e.g. 2F5"):
+        replace(strategy, schedules=(replace(schedule, rows=(("0F",),)),)).directives()

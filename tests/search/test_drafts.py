@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from autopiper import ir
@@ -18,17 +20,22 @@ from autopiper.search.shapes import Pattern
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 
 
-def _draft(stages: int, message_s: float, family: str, micro_batches: int, slow_last: float) -> tuple[Draft, float]:
-    """One pipeline of equal stages, the last slower by a factor; return its draft and the simulated makespan."""
+def _draft(
+    stages: int, message_s: float, family: str, micro_batches: int, slow_last: float, *, shared: bool = False
+) -> tuple[Draft, float]:
+    """One pipeline of equal stages, the last slower by a factor; return its draft and the simulated makespan.
+
+    A message takes `message_s`: on its way or, `shared`, of the bandwidth that both directions share at their ends.
+    """
     training = Training(global_batch_size=micro_batches, precision="fp32")
     device = DeviceType(name="d", memory_bytes=1e12, peak_flops={"fp32": 1.0}, memory_bytes_per_s=1.0)
-    link = Link(bytes_per_s=1.0)
+    link = Link(bytes_per_s=1.0) if shared else Link(bytes_per_s=inf, latency_s=message_s)
     nodes = tuple(Node(name=str(i), devices=("d",), intra=link, nic=link) for i in range(stages))
     cluster = Cluster(name="c", device_types=(device,), nodes=nodes)
     speeds = [1.0] * (stages - 1) + [slow_last]
     costs = CostTable.from_layers(
         forward_s=[FORWARD_S * v for v in speeds], backward_s=[BACKWARD_S * v for v in speeds],
-        output_bytes=[message_s] * stages,
+        output_bytes=[message_s if shared else 1.0] * stages,
     )  # fmt: skip
     model = Model.chain(stages)
     shop = Workshop(
@@ -56,3 +63,14 @@ def test_a_further_micro_batch_adds_what_the_simulator_finds(
     # GPipe's two halves have bottlenecks of their own; a stage's time is not told apart into them.
     assert estimate == pytest.approx(found, rel=0.02 if family == "1f1b" else 0.1)
     assert estimate <= found * (1 + 1e-9) + 1e-9
+
+
+@pytest.mark.parametrize("message_s", [0.2, 0.7, 2.5])
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_where_messages_share_a_link_the_estimate_is_never_above(stages: int, message_s: float) -> None:
+    rounds = 12 * stages
+    draft, short_s = _draft(stages, message_s, "1f1b", rounds, 1.0, shared=True)
+    _, long_s = _draft(stages, message_s, "1f1b", 2 * rounds, 1.0, shared=True)
+    piece = draft.pieces[0]
+    estimate = further_s_of(piece.layers, piece.problem, "1f1b")
+    assert 0.75 * (long_s - short_s) / rounds <= estimate <= (long_s - short_s) / rounds * (1 + 1e-9)

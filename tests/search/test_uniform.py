@@ -121,7 +121,7 @@ def test_layouts_left_out_for_want_of_time_are_counted() -> None:
 def test_the_shape_of_a_layout_is_cut_again_as_is_best_for_it() -> None:
     model = Model.chain(num_blocks=4)
     device = DeviceType(name="d", memory_bytes=1e9, peak_flops={"fp32": 1.0}, memory_bytes_per_s=1.0)
-    link = Link(bytes_per_s=1.0)
+    link = Link(bytes_per_s=1e9)
     cluster = Cluster(
         name="c", device_types=(device,), nodes=(Node(name="n", devices=("d",) * 2, intra=link, nic=link),)
     )
