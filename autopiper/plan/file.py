@@ -142,8 +142,6 @@ def decode(content: Any, kind: str, cls: type[T], error: type[AutoPiperError], w
     try:
         if cls is Plan:
             texts = _programs(body.get("programs"))
-            if not texts:
-                raise PlanError("programs is empty; a plan has one for every class of its ranks")
             plan: Plan = _adapter(Plan).validate_python(body | {"programs": ()})
             return replace(plan, programs=tuple(_from_text(t) for t in texts))  # type: ignore[return-value]
         value: T = _adapter(cls).validate_python(body)

@@ -187,5 +187,5 @@ def test_searched_orders_are_rows_of_passes() -> None:
     assert last == d.order([[{**f, "MB": 0}], [f, b], [{**b, "MB": 1}]])
     with pytest.raises(PlanError, match="schedule '1f1b' has 1 rows; 'searched' lists its orders, and only that does"):
         Schedule(rows=(("0F0",),))
-    with pytest.raises(PlanError, match="'0F' is not a pass or group; expected e.g. 2F5"):
+    with pytest.raises(PlanError, match=r"'0F' is not a pass or group; expected e.g. 2F5"):
         replace(strategy, schedules=(replace(schedule, rows=(("0F",),)),)).directives()
