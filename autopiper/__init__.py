@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from autopiper.errors import ModelError as ModelError
     from autopiper.errors import PlanError as PlanError
     from autopiper.errors import RuntimeFault as RuntimeFault
+    from autopiper.ir.piper_json import read_piper as read_piper
+    from autopiper.ir.piper_write import write_piper as write_piper
     from autopiper.model import Model as Model
     from autopiper.model.annotations import annotate as annotate
     from autopiper.plan import CostTable as CostTable
@@ -59,6 +61,8 @@ _WHERE = {
     "Cluster": "autopiper.cluster",
     "Model": "autopiper.model",
     "annotate": "autopiper.model.annotations",
+    "read_piper": "autopiper.ir.piper_json",
+    "write_piper": "autopiper.ir.piper_write",
     **dict.fromkeys(
         ("CostTable", "Plan", "Space", "Strategy", "Timeline", "Training", "load_plan"), "autopiper.plan"
     ),

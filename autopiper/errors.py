@@ -38,7 +38,11 @@ class InfeasibleError(AutoPiperError, RuntimeError):
 
 
 class ExportError(AutoPiperError, ValueError):
-    """A plan that the chosen launcher cannot carry."""
+    """A plan that the chosen launcher cannot carry; `faults` lists every reason."""
+
+    def __init__(self, message: str, faults: Iterable[str] = ()) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n  - ".join((message, *self.faults)) if self.faults else message)
 
 
 class RuntimeFault(AutoPiperError, RuntimeError):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import PlanError
-from autopiper.ir import transform
+from autopiper.ir import phases
 from autopiper.ir.gradients import borders, gradient_blocks
 from autopiper.ir.graph import GraphStage, TrainingGraph
 from autopiper.model.spec import Model
@@ -21,7 +21,7 @@ def build(strategy: Strategy, model: Model, cluster: Cluster) -> TrainingGraph:
     is still None is resolved over the devices that the strategy uses.
     """
     graph = TrainingGraph(model=model, cluster=cluster, training=strategy.training)
-    graph = transform.apply(graph, strategy.directives())
+    graph = phases.apply(graph, strategy.directives())
     faults = _faults(graph)
     if faults:
         raise PlanError(f"the strategy for '{model.name}' on '{cluster.name}' is not whole", faults)
@@ -71,14 +71,18 @@ def _faults(graph: TrainingGraph) -> list[str]:
             for block in range(stage.start, stage.stop):
                 other = held_by.setdefault(block, stage.tag)
                 if other != stage.tag:
-                    faults.append(f"devices {members} hold block {block} twice, in {other} and {stage.tag}; once is enough")
+                    faults.append(
+                        f"devices {members} hold block {block} twice, in {other} and {stage.tag}; once is enough"
+                    )
             if stage.expert_parallel_size > 1 and not stage.sharded:
                 faults.append(
                     f"stage {stage.tag} has expert_parallel_size {stage.expert_parallel_size}, but no shard directive says "
                     f"which experts; add shard({{'PIPE': {stage.pipeline}, 'PP': {stage.index}, 'EP': '*'}}, devices)"
                 )
             if {s.tensor_parallel_size for s in stages} != {stage.tensor_parallel_size}:
-                faults.append(f"stages {', '.join(s.tag for s in stages)} share devices {members} with unlike tensor degrees")
+                faults.append(
+                    f"stages {', '.join(s.tag for s in stages)} share devices {members} with unlike tensor degrees"
+                )
         for member in members:
             nodes = {graph.cluster.device(d).node for d in member}
             types = {graph.cluster.device(d).type.name for d in member}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from autopiper.errors import PlanError, nearest
 from autopiper.ir import schedules
@@ -127,8 +128,25 @@ def _as_filter(graph: TrainingGraph, it: Pass) -> dict[str, int | str]:
     return {**pipe, "PP": it.stage, graph.micro_batch_tag: it.micro_batch, "PASS": WORDS[it.kind]}
 
 
+def _depend(one: Pass, other: Pass) -> bool:
+    """Whether one of two passes waits for the other through their micro-batch, directly or not."""
+    if (one.pipeline, one.micro_batch) != (other.pipeline, other.micro_batch):
+        return False
+    if "W" not in (one.kind, other.kind):
+        return True
+    weight, it = (one, other) if one.kind == "W" else (other, one)
+    return it.kind == "F" or (it.kind != "W" and it.stage >= weight.stage)
+
+
 def _check(graph: TrainingGraph, row: Row) -> None:
     """Raise PlanError where a row does not hold every pass of its stages once, in an order that can be."""
+    for number, group in enumerate(row.groups):
+        for one, other in combinations(group, 2):
+            if _depend(one, other):
+                raise PlanError(
+                    f"group {number}: {_as_filter(graph, one)} and {_as_filter(graph, other)} cannot overlap, since one waits "
+                    "for the other; make them two groups"
+                )
     at: dict[tuple[int, int, int], list[str]] = {}
     for it in row.passes():
         kinds = at.setdefault((it.pipeline, it.stage, it.micro_batch), [])

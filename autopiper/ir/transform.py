@@ -1,7 +1,7 @@
 """What each directive does to the training graph: one pure function each, graph in, graph out.
 
-Directives are applied in the compiler's order (`PHASES`), not in the order of the file, as Piper's passes are; within
-one phase the file's order holds. `source` names the directive, with its position, where the graph remembers it.
+`phases` applies them in the compiler's order. `source` names the directive, with its position, where the graph
+remembers it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from autopiper.errors import PlanError, nearest
-from autopiper.ir import orders
 from autopiper.ir.filters import Selection, select
 from autopiper.ir.graph import GraphPipeline, GraphStage, TrainingGraph
 from autopiper.model.spec import RECOMPUTE_CHOICES
@@ -29,9 +27,7 @@ def _update(
         blocks = chosen.get((stage.pipeline, stage.index))
         return stage if blocks is None else change(stage, blocks)
 
-    return replace(
-        graph, pipelines=tuple(replace(p, stages=tuple(new(s) for s in p.stages)) for p in graph.pipelines)
-    )
+    return replace(graph, pipelines=tuple(replace(p, stages=tuple(new(s) for s in p.stages)) for p in graph.pipelines))
 
 
 def _whole(found: list[Selection]) -> list[Selection]:
@@ -63,17 +59,11 @@ def pipeline(graph: TrainingGraph, it: d.PipelineDirective, source: str = "") ->
 
 
 def split(graph: TrainingGraph, it: d.SplitDirective, source: str = "") -> TrainingGraph:
-    """Without `pipeline` directives: one pipeline of equal micro-batches of the global batch."""
+    """Without `pipeline` directives: one pipeline of equal micro-batches of the global batch.
+
+    Several directives may say the same, as in Piper, each for a part; together they must reach every stage.
+    """
     total, count = graph.training.global_batch_size, it.num_microbatches
-    if graph.pipelines:
-        raise PlanError(
-            "the micro-batches are given already, by pipeline directives or another split; one of them must go"
-        )
-    if any(value != "*" for value in it.filter.values()):
-        raise PlanError(
-            f"{dict(it.filter)} is a part of the model; every stage of a pipeline works on the same micro-batches: split "
-            "the whole with {}, or give those of one pipeline with pipeline(index, micro_batch_sizes)"
-        )
     if it.dim_name in ("PIPE", "PP", "PASS") or not it.dim_name.isidentifier():
         raise PlanError(f"dim_name '{it.dim_name}' is taken or no name; usual is 'MB'")
     if count < 1 or total % count:
@@ -81,8 +71,14 @@ def split(graph: TrainingGraph, it: d.SplitDirective, source: str = "") -> Train
             f"{total} samples do not divide into {count} equal micro-batches"
             + (f"; {total} mod {count} = {total % count}" if count > 0 else "")
         )
-    pipe = GraphPipeline(index=0, micro_batch_sizes=(total // count,) * count)
-    return replace(graph, pipelines=(pipe,), micro_batch_tag=it.dim_name)
+    sizes = (total // count,) * count
+    if graph.pipelines and [p.micro_batch_sizes for p in graph.pipelines] != [sizes]:
+        raise PlanError(
+            f"the micro-batches are given already, by pipeline directives or another split, and not as {count} of "
+            f"{total // count} samples; one of them must go"
+        )
+    pipe = GraphPipeline(index=0, micro_batch_sizes=sizes)
+    return replace(graph, pipelines=graph.pipelines or (pipe,), micro_batch_tag=it.dim_name)
 
 
 def cut(graph: TrainingGraph, it: d.CutDirective, source: str = "") -> TrainingGraph:
@@ -220,7 +216,7 @@ def replicate(graph: TrainingGraph, it: d.ReplicateDirective, source: str = "") 
         if not (it.bucket_size > 0 and math.isfinite(it.bucket_size)):
             raise PlanError(f"{dict(it.filter)}: bucket_size is {it.bucket_size}; it must be above zero (MB)")
         _whole(found)
-        graph = buckets(graph, d.buckets(it.filter, bucket_bytes=max(1, int(it.bucket_size * 1e6))))
+        graph = buckets(graph, d.buckets(it.filter, bucket_bytes=max(1, round(it.bucket_size * 2**20))))
 
     def change(stage: GraphStage, blocks: tuple[int, ...]) -> GraphStage:
         zero = list(stage.zero)
@@ -284,55 +280,3 @@ def shard(graph: TrainingGraph, it: d.ShardDirective, source: str = "") -> Train
         )  # fmt: skip
 
     return _update(graph, chosen, change)
-
-
-PHASES: dict[str, Callable[[TrainingGraph, Any, str], TrainingGraph]] = {
-    "pipeline": pipeline,
-    "split": split,
-    "cut": cut,
-    "place": place,
-    "degrees": degrees,
-    "slices": slices,
-    "recompute": recompute,
-    "buckets": buckets,
-    "replicate": replicate,
-    "shard": shard,
-    "order": orders.order,
-}
-
-
-def apply(graph: TrainingGraph, directives: Iterable[d.Directive]) -> TrainingGraph:
-    """Apply directives in the compiler's order. Raises PlanError naming the directive's position in the list."""
-    given = list(directives)
-    _one_boundary(given)
-    for op, change in PHASES.items():
-        if op == "cut" and not graph.pipelines:  # as in Piper: nothing said, the batch stays whole
-            graph = pipeline(graph, d.pipeline(0, [graph.training.global_batch_size]))
-        if op == "place" and not any(each.op == "cut" for each in given):
-            graph = cut_as_annotated(graph)
-        if op == "order":
-            orders.check_placed(graph, given)
-        for position, directive in enumerate(given):
-            if directive.op == op:
-                source = f"directive {position} ({op})"
-                try:
-                    graph = change(graph, directive, source)
-                except PlanError as error:
-                    raise PlanError(f"{source}: {error}") from None
-    return orders.complete(graph)
-
-
-def _one_boundary(given: list[d.Directive]) -> None:
-    """Refuse `replicate` with sharding on the very regions that `shard` divides: Piper lets the file's order decide."""
-    own = {"PIPE", "PP"}
-    sharding = [(i, r) for i, r in enumerate(given) if isinstance(r, d.ReplicateDirective)
-                and (r.shard_grads or r.shard_params or r.shard_optimizer) and set(r.filter) - own]  # fmt: skip
-    for j, shard_ in ((j, s) for j, s in enumerate(given) if isinstance(s, d.ShardDirective)):
-        for i, rep in sharding:
-            common = (set(rep.filter) & set(shard_.filter)) - own
-            if common and all("*" in (rep.filter[t], shard_.filter[t]) or rep.filter[t] == shard_.filter[t]
-                              for t in set(rep.filter) & set(shard_.filter)):  # fmt: skip
-                raise PlanError(
-                    f"directive {i} (replicate) {dict(rep.filter)} and directive {j} (shard) {dict(shard_.filter)} both set the "
-                    f"boundary of one region ({', '.join(sorted(common))}); experts that are sharded are not ZeRO-sharded too: drop one"
-                )

@@ -57,7 +57,7 @@ class ReplicateDirective:
     reduce_stream: str | None = None
     gather_stream: str | None = None
     bucket_size: float | None = None
-    """Bucket size in MB, as Piper's."""
+    """Bucket size in MB of 2**20 bytes, as Piper's."""
     shard_grads: bool = False
     """ZeRO 2: gradients and optimizer states divided over the members."""
     shard_params: bool = False
@@ -186,7 +186,7 @@ def replicate(
     """Say how gradients of the matched blocks are reduced; the reduction itself the compiler inserts.
 
     Without more all holders keep everything and sum gradients (all-reduce); `shard_optimizer`, `shard_grads` and
-    `shard_params` are ZeRO 1, 2 and 3. `bucket_size` is in MB. Streams are names; equal names keep one order.
+    `shard_params` are ZeRO 1, 2 and 3. `bucket_size` is in MB (2**20 bytes). Streams are names; equal names keep one order.
     """
     return ReplicateDirective(
         filter=dict(filter),
