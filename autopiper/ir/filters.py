@@ -41,7 +41,9 @@ def check_tags(graph: TrainingGraph, filter: Filter, *, passes: bool = False) ->
     known = ("PIPE", "PP", *regions(graph), *((graph.micro_batch_tag, "PASS") if passes else ()))
     for tag, value in filter.items():
         if tag not in known:
-            raise PlanError(f"{dict(filter)}: tag '{tag}' is unknown here{nearest(tag, known)}; allowed: {', '.join(known)}")
+            raise PlanError(
+                f"{dict(filter)}: tag '{tag}' is unknown here{nearest(tag, known)}; allowed: {', '.join(known)}"
+            )
         if tag == "PASS":
             if value not in PASSES:
                 raise PlanError(
@@ -73,7 +75,9 @@ def select(graph: TrainingGraph, filter: Filter) -> list[Selection]:
                 found.append(Selection(stage=stage, blocks=blocks))
     if not found:
         have = "; ".join(f"PIPE {p.index}: PP 0..{len(p.stages) - 1}" for p in graph.pipelines if p.stages)
-        where = [f"{a.name} {a.index} = blocks {a.start}..{a.stop - 1}" for a in graph.model.annotations if a.name in inside]
+        where = [
+            f"{a.name} {a.index} = blocks {a.start}..{a.stop - 1}" for a in graph.model.annotations if a.name in inside
+        ]
         raise PlanError(
             f"{dict(filter)} matches nothing{_nearest_filter(graph, filter)}; the graph has "
             f"{have or 'no stages (add cut directives)'}{'; regions: ' + ', '.join(where) if where else ''}"
@@ -90,6 +94,14 @@ def _nearest_filter(graph: TrainingGraph, filter: Filter) -> str:
     deepest = max((len(p.stages) for p in graph.pipelines if pipe in ("*", p.index)), default=0)
     if isinstance(stage, int) and stage >= deepest > 0:
         return f"; nearest: {dict(filter) | {'PP': deepest - 1}}"
+    for name, value in filter.items():
+        there = [a for a in graph.model.annotations if a.name == name]
+        if name in regions(graph) and isinstance(value, int) and value >= len(there):
+            return f"; nearest: {dict(filter) | {name: len(there) - 1}}"
+    inside = {tag: value for tag, value in filter.items() if tag not in ("PIPE", "PP")}
+    for other in graph.stages():
+        if pipe in ("*", other.pipeline) and any(_in_regions(graph, b, inside) for b in range(other.start, other.stop)):
+            return f"; nearest: {dict(filter) | {'PP': other.index}}"
     return ""
 
 
@@ -105,12 +117,16 @@ def passes(graph: TrainingGraph, filter: Filter) -> list[Pass]:
     found = select(graph, {t: v for t, v in filter.items() if t not in ("PASS", tag)})
     if len(found) != 1:
         which = ", ".join(s.stage.tag for s in found)
-        raise PlanError(f"{dict(filter)} selects passes of {which}; name one stage, with PP, and with PIPE where needed")
+        raise PlanError(
+            f"{dict(filter)} selects passes of {which}; name one stage, with PP, and with PIPE where needed"
+        )
     stage = found[0].stage
     count = len(graph.pipelines[stage.pipeline].micro_batch_sizes)
     chosen = filter.get(tag, "*")
     if isinstance(chosen, int) and chosen >= count:
-        raise PlanError(f"{dict(filter)} matches nothing; {stage.tag} has {tag} 0..{count - 1}")
+        raise PlanError(
+            f"{dict(filter)} matches nothing; {stage.tag} has {tag} 0..{count - 1}; nearest: {dict(filter) | {tag: count - 1}}"
+        )
     numbers = range(count) if isinstance(chosen, str) else (chosen,)
     kind = PASSES[str(filter["PASS"])]
     return [Pass(pipeline=stage.pipeline, stage=stage.index, kind=kind, micro_batch=m) for m in numbers]

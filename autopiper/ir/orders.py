@@ -12,7 +12,7 @@ from itertools import combinations
 
 from autopiper.errors import PlanError, nearest
 from autopiper.ir import schedules
-from autopiper.ir.filters import PASSES, passes
+from autopiper.ir.filters import PASSES, passes, select
 from autopiper.ir.graph import GraphStage, Members, Row, TrainingGraph
 from autopiper.plan import directives as d
 from autopiper.plan.passes import Pass, PassGroup
@@ -32,14 +32,19 @@ def check_placed(graph: TrainingGraph, given: Sequence[d.Directive]) -> None:
     ]
     if faults:
         raise PlanError("stages without devices", faults)
+    by = {
+        (found.stage.pipeline, found.stage.index): f"directive {i} (place) {dict(it.filter)}"
+        for i, it in enumerate(given) if isinstance(it, d.PlaceDirective) for found in select(graph, it.filter)
+    }  # fmt: skip
     holder: dict[int, GraphStage] = {}
     for stage in graph.stages():
         for device in (device for member in stage.members for device in member):
             other = holder.setdefault(device, stage)
             if other.members != stage.members:
+                one, two = by.get((other.pipeline, other.index)), by.get((stage.pipeline, stage.index))
                 faults.append(
-                    f"device {device} holds stage {other.tag}, on {other.members}, and stage {stage.tag}, on {stage.members}; "
-                    "stages that share a device must be on the very same devices, in the same members"
+                    f"{one} puts stage {other.tag} on {other.members}, {two} stage {stage.tag} on {stage.members}: both have "
+                    f"device {device}; stages that share a device must be on the very same devices, in the same members"
                 )
     if faults:
         raise PlanError("device groups overlap", faults[:20])
@@ -182,7 +187,12 @@ def complete(graph: TrainingGraph) -> TrainingGraph:
             groups = [(Pass(pipeline=p, stage=0, kind=k, micro_batch=m),) for m in range(count) for k in "FB"]
             graph = replace(graph, rows=(*graph.rows, Row(members=members, groups=tuple(groups), source="no order")))
             continue
-        faults += [f"stage {s.tag} has no order; add order(schedule='1f1b', pipelines=({s.pipeline},))" for s in stages]
+        others = ", ".join(dict.fromkeys(row.source for row in graph.rows if row.source.startswith("directive")))
+        faults += [
+            f"stage {s.tag} has no order; add order(schedule='1f1b', pipelines=({s.pipeline},))"
+            + (f", or a row of its passes beside {others}" if others else "")
+            for s in stages
+        ]
     if faults:
         raise PlanError("passes without an order", faults)
     _check_circles(graph)

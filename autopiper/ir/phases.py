@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from autopiper.errors import PlanError
+from autopiper.errors import ClusterError, PlanError
 from autopiper.ir import orders, transform
 from autopiper.ir.filters import select
 from autopiper.ir.graph import TrainingGraph
@@ -47,9 +47,17 @@ def apply(graph: TrainingGraph, directives: Iterable[d.Directive]) -> TrainingGr
                 source = f"directive {position} ({op})"
                 try:
                     graph = change(graph, directive, source)
-                except PlanError as error:
-                    raise PlanError(f"{source}: {error}") from None
+                except (PlanError, ClusterError) as fault:
+                    raise PlanError(f"{source}{_filter(directive, str(fault))}: {fault}") from None
     return orders.complete(graph)
+
+
+def _filter(directive: d.Directive, message: str) -> str:
+    """Return the directive's filter for a message that does not show it."""
+    if isinstance(directive, d.PipelineDirective | d.CutDirective | d.OrderDirective):
+        return ""
+    shown = str(dict(directive.filter))
+    return "" if shown in message else f" {shown}"
 
 
 def _one_boundary(given: list[d.Directive]) -> None:
