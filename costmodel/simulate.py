@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from autopiper._collector import no_collection
 from autopiper.costmodel.durations import Durations
 from autopiper.costmodel.peaks import memory
 from autopiper.costmodel.walks import prepare
@@ -27,6 +28,7 @@ EXPOSED_KINDS = {
 }
 
 
+@no_collection()
 def simulate(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable, *, events: bool = True) -> Timeline:
     """Walk two consecutive steps; return the timeline of the first, with the period of the second.
 

@@ -13,28 +13,20 @@ from autopiper.costmodel.durations import Durations
 from autopiper.costmodel.network import Use
 from autopiper.errors import PlanError
 from autopiper.ir.graph import TrainingGraph
-from autopiper.ir.joint import Joint, join
-from autopiper.plan.actions import COMPUTE_KINDS, Program
+from autopiper.ir.joint import Joint, Node, join
+from autopiper.plan.actions import COMPUTE_KINDS, EXCHANGE_KINDS, GATHER_KINDS, Program
 from autopiper.plan.costs import CostTable
 
 Floats = NDArray[np.float64]
 
 
-def kernel_kind(kind: str, sharded: bool) -> int:
-    """Return the kernel's word for a kind of node; a reduction under ZeRO is a reduce-scatter."""
-    if kind in COMPUTE_KINDS:
-        word = "compute"
-    elif kind == "TRANSFER":
-        word = "send_recv"
-    elif kind == "REDUCE_GRAD":
-        word = "reduce_scatter" if sharded else "all_reduce"
-    elif kind.startswith("UNSHARD"):
-        word = "all_gather"
-    elif kind.startswith("A2A"):
-        word = "all_to_all"
-    else:
-        word = "other"
-    return kernel.KINDS.index(word)
+KIND_WORDS = {
+    **dict.fromkeys(COMPUTE_KINDS, "compute"),
+    "TRANSFER": "send_recv",
+    **dict.fromkeys(GATHER_KINDS, "all_gather"),
+    **dict.fromkeys(EXCHANGE_KINDS, "all_to_all"),
+}
+"""The kernel's word for each kind of node but reductions; else "other"."""
 
 
 class Walks:
@@ -50,7 +42,10 @@ class Walks:
         self._entry, self._exit, self.work = self._arrays()
 
     def walk(self, earliest: Mapping[int, float]) -> tuple[list[float], list[float]]:
-        """Return start and end of every node, in seconds; `earliest` = before which time some may not start."""
+        """Return start and end of every node, in seconds; `earliest` = before which time some may not start.
+
+        Raises PlanError where actions wait for each other in a circle.
+        """
         work = self.work
         if earliest:
             release = np.zeros(len(work.seconds))
@@ -58,6 +53,10 @@ class Walks:
                 release[self._entry[node]] = at
             work = replace(work, earliest=release)
         start, end = kernel.walk(work)
+        stuck = int(np.isnan(end[self._exit]).sum())
+        if stuck:
+            circle = f"{stuck} actions wait for each other in a circle"
+            raise PlanError("the Programs cannot be simulated", [circle])
         return start[self._entry].tolist(), end[self._exit].tolist()
 
     def shared(self, start: Sequence[float], end: Sequence[float]) -> bool:
@@ -91,60 +90,59 @@ class Walks:
         joint, durations = self.joint, self.durations
         marks = self._marks()
         seconds: list[float] = []
-        kinds: list[int] = []
         owner: list[int] = []
-        entry, exit_ = np.zeros(len(joint.nodes), np.int64), np.zeros(len(joint.nodes), np.int64)
-        edges: list[tuple[int, int]] = []
+        entry: list[int] = []
         passed: dict[tuple[int, int], int] = {}
-        pools: dict[tuple[object, ...], int] = {}
-        capacity: list[float] = []
-        used: list[tuple[int, int, float]] = []
+        pools = _Pools()
         for number, node in enumerate(joint.nodes):
-            total_s, uses = durations.node(node)
-            entry[number] = len(seconds)
-            left_s = total_s
+            left_s, uses = durations.node(node)
+            entry.append(len(seconds))
             for block in marks.get(number, ()):  # from the last block downwards, as the backward goes
                 rest_s = min(left_s, durations.left_s(node, block))
                 passed[number, block] = len(seconds)
                 seconds.append(left_s - rest_s)
+                owner.append(number)
                 left_s = rest_s
+            if uses:
+                pools.ask(len(seconds), uses)
             seconds.append(left_s)
-            exit_[number] = len(seconds) - 1
-            edges += [(n, n + 1) for n in range(int(entry[number]), int(exit_[number]))]
-            block_ = node.actions[0].gradient_block
-            sharded = block_ is not None and durations.graph.gradient_blocks[block_].zero > 0
-            pieces = int(exit_[number] - entry[number]) + 1
-            kinds += [kernel_kind(node.kind, sharded)] * pieces
-            owner += [number] * pieces
-            for pool, demand, has in _once(uses):
-                if pool not in pools:
-                    pools[pool] = len(capacity)
-                    capacity.append(has)
-                used.append((int(exit_[number]), pools[pool], demand))
-        for target in range(len(joint.nodes)):
-            for source, at_block in joint.waits[target]:
-                ready = int(exit_[source]) if at_block is None else passed[source, at_block]
-                edges.append((ready, int(entry[target])))
-            edges += [(int(exit_[source]), int(entry[target])) for source in joint.stream_before[target]]
-        pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
-        after_start, after, missing = kernel.successors(len(seconds), pairs[:, 0], pairs[:, 1])
-        lanes = [(n, p) for n, number in enumerate(owner) for p in joint.nodes[number].programs]
-        lane_pairs = np.array(lanes, dtype=np.int64).reshape(-1, 2)
-        member_start, member = kernel.ragged(len(seconds), lane_pairs[:, 0], lane_pairs[:, 1])
-        at = np.array([n for n, _, _ in used], dtype=np.int64)
-        use_start, use = kernel.ragged(len(seconds), at, np.array([r for _, r, _ in used], dtype=np.int64))
-        _, demand_ = kernel.ragged(len(seconds), at, np.array([d for _, _, d in used], dtype=np.float64))
-        return entry, exit_, kernel.Work(
-            seconds=np.array(seconds, dtype=np.float64), kind=np.array(kinds, dtype=np.int64),
-            after_start=after_start, after=after, missing=missing, earliest=np.zeros(len(seconds)),
-            member_start=member_start, member=member, use_start=use_start, use=use, demand=demand_,
-            capacity=np.array(capacity, dtype=np.float64), slowdown=self._slowdown(kinds),
+            owner.append(number)
+        exit_ = [n - 1 for n in (*entry[1:], len(seconds))]
+        sources = [n for n in range(len(seconds) - 1) if owner[n] == owner[n + 1]]
+        targets = [n + 1 for n in sources]
+        for target, first in enumerate(entry):
+            for source in joint.stream_before[target]:
+                sources.append(exit_[source])
+                targets.append(first)
+            for source, block_ in joint.waits[target]:
+                sources.append(exit_[source] if block_ is None else passed[source, block_])
+                targets.append(first)
+        after_start, after, missing = kernel.successors(len(seconds), _ints(sources), _ints(targets))
+        kinds_of = [self._kind(node) for node in joint.nodes]
+        kinds = _ints([kinds_of[number] for number in owner])
+        rows = [n for n, number in enumerate(owner) for _ in joint.nodes[number].programs]
+        member_start, member = kernel.ragged(
+            len(seconds), _ints(rows), _ints([p for number in owner for p in joint.nodes[number].programs])
+        )
+        use_start, use = kernel.ragged(len(seconds), _ints(pools.node), _ints(pools.pool))
+        return _ints(entry), _ints(exit_), kernel.Work(
+            seconds=np.array(seconds, dtype=np.float64), kind=kinds, after_start=after_start, after=after,
+            missing=missing, earliest=np.zeros(len(seconds)), member_start=member_start, member=member,
+            use_start=use_start, use=use, demand=np.array(pools.demand, dtype=np.float64),
+            capacity=np.array(pools.capacity, dtype=np.float64), slowdown=self._slowdown(set(kinds_of)),
         )  # fmt: skip
 
-    def _slowdown(self, kinds: Sequence[int]) -> Floats:
+    def _kind(self, node: Node) -> int:
+        """Return the kernel's word for a node; a reduction under ZeRO is a reduce-scatter."""
+        word = KIND_WORDS.get(node.kind, "other")
+        if node.kind == "REDUCE_GRAD":
+            block = self.durations.graph.gradient_blocks[node.actions[0].gradient_block or 0]
+            word = "reduce_scatter" if block.zero else "all_reduce"
+        return kernel.KINDS.index(word)
+
+    def _slowdown(self, present: set[int]) -> Floats:
         """Return the slowdown of each pair of kinds; of pairs that do not occur together, none, to spare the kernel."""
         found = kernel.no_slowdown()
-        present = set(kinds)
         for overlap in self.durations.costs.overlaps:
             a, b = kernel.KINDS.index(overlap.kind), kernel.KINDS.index(overlap.under)
             if {a, b} <= present:
@@ -161,23 +159,45 @@ class Walks:
         return {node: sorted(blocks, reverse=True) for node, blocks in found.items()}
 
 
-def _once(uses: Sequence[Use]) -> list[Use]:
-    """Join what one node asks of the same pool, and leave out pools that cannot run dry."""
-    if not uses:
-        return []
-    asked: dict[tuple[object, ...], float] = {}
-    has: dict[tuple[object, ...], float] = {}
-    for pool, demand, capacity in uses:
-        asked[pool] = max(asked.get(pool, 0.0), demand)
-        has[pool] = capacity
-    return [(pool, demand, has[pool]) for pool, demand in asked.items() if has[pool] != float("inf")]
+class _Pools:
+    """What nodes ask of pools, as rows of the kernel's table; in order of the nodes."""
+
+    def __init__(self) -> None:
+        self.node: list[int] = []
+        self.pool: list[int] = []
+        self.demand: list[float] = []
+        self.capacity: list[float] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._known: dict[int, tuple[Sequence[Use], list[tuple[int, float]]]] = {}
+        """Equal messages share one list of uses, so it is worked out once. (The list is kept: its id is the key.)"""
+
+    def ask(self, node: int, uses: Sequence[Use]) -> None:
+        """Note what a node asks for; of the same pool once, and of one that cannot run dry nothing."""
+        found = self._known.get(id(uses))
+        if found is None:
+            asked: dict[int, float] = {}
+            for pool, demand, capacity in uses:
+                if capacity == float("inf"):
+                    continue
+                if pool not in self._numbers:
+                    self._numbers[pool] = len(self.capacity)
+                    self.capacity.append(capacity)
+                number = self._numbers[pool]
+                asked[number] = max(asked.get(number, 0.0), demand)
+            found = self._known[id(uses)] = (uses, list(asked.items()))
+        for number, demand in found[1]:
+            self.node.append(node)
+            self.pool.append(number)
+            self.demand.append(demand)
+
+
+def _ints(values: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
 
 
 def prepare(graph: TrainingGraph, programs: Sequence[Program], costs: CostTable, joint: Joint | None = None) -> Walks:
     """Join the Programs, unless that has been done already, and price them. Raises as `simulate` does."""
     joint = joint or join(programs)
-    stuck = joint.topological[1]
-    if joint.faults or stuck:
-        circle = [f"{len(stuck)} actions wait for each other in a circle"] if stuck else []
-        raise PlanError("the Programs cannot be simulated", [*joint.faults, *circle])
+    if joint.faults:
+        raise PlanError("the Programs cannot be simulated", joint.faults)
     return Walks(joint, Durations(graph, programs, costs))

@@ -6,14 +6,13 @@ is handed out is proven and simulated whole.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopiper import ir
+from autopiper._collector import no_collection
 from autopiper._data import data
 from autopiper.cluster.spec import Cluster
 from autopiper.costmodel import predict, predict_folded
@@ -67,7 +66,7 @@ class Evaluator:
         key = hashlib.sha256(repr((short.directives(), left_out)).encode()).hexdigest()
         if key not in self._seen:
             started = time.monotonic()
-            with _no_collection():
+            with no_collection():
                 folded = self._folded(short, left_out) if any(left_out) else None
                 programs, found = folded or self._whole(strategy)[1:]
             self.simulated += 1
@@ -120,7 +119,7 @@ class Evaluator:
 
         None where a device does not hold what it must.
         """
-        with _no_collection():
+        with no_collection():
             graph, programs, found = self._whole(strategy, proven=True)
         return (graph, programs, found) if self._outcome(strategy, programs, found).feasible else None
 
@@ -169,18 +168,6 @@ def walked(micro_batches: int, num_stages: int, family: str) -> int:
     if family != "1f1b" or micro_batches < 2 * kept:
         return micro_batches
     return micro_batches - (micro_batches - kept) // ROUND * ROUND
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector away: it would walk tens of thousands of new actions, none of them in a cycle."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _places(strategy: Strategy, model: Model, cluster: Cluster) -> dict[int, tuple[int, int]]:

@@ -7,7 +7,7 @@ pipelines, and the shards of their experts, so that within a gradient block ever
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopiper._data import data
@@ -124,7 +124,9 @@ def _make(
     reduce_names: dict[frozenset[tuple[int, ...]], str],
     gather_names: dict[frozenset[tuple[int, ...]], str],
 ) -> GradientBlock:
-    limit = max(1, run.bucket_bytes // graph.training.gradient_bytes)
+    stages = [graph.stage(p.pipeline, p.stage) for p in run.holders]
+    # A bucket is what one rank reduces at once, and tensor-parallel ranks have a part each.
+    limit = max(1, run.bucket_bytes // graph.training.gradient_bytes) * min(s.tensor_parallel_size for s in stages)
     total = sum(size for _, size in pieces)
     if total > limit * MOST_BUCKETS:
         raise PlanError(
@@ -143,17 +145,26 @@ def _make(
                 stop = min(start + limit, at + size)
                 buckets.append(Bucket(start=start, stop=stop, highest_block=block, lowest_block=block))
         at += size
-    stages = [graph.stage(p.pipeline, p.stage) for p in run.holders]
     ranks = frozenset(s.members[p.member] for s, p in zip(stages, run.holders, strict=True))
     several = len(run.holders) > 1
-    reduce = next((s.reduce_stream for s in stages if s.reduce_stream), None)
-    gather = next((s.gather_stream for s in stages if s.gather_stream), None)
+    reduce, gather = "", ""
+    if several:
+        own = reduce_names.setdefault(ranks, f"reduce{len(reduce_names)}")
+        reduce = _agreed(s.reduce_stream for s in stages) or own
+    if several and run.zero:
+        own = gather_names.setdefault(ranks, f"gather{len(gather_names)}")
+        gather = _agreed(s.gather_stream for s in stages) or own
     return GradientBlock(
         index=index, kind=run.kind, blocks=tuple(b for b, _ in pieces), tied=run.tied, shard=run.shard,
         holders=run.holders, elements=at, buckets=tuple(buckets), zero=run.zero if several else 0,
-        reduce_stream=(reduce or reduce_names.setdefault(ranks, f"reduce{len(reduce_names)}")) if several else "",
-        gather_stream=(gather or gather_names.setdefault(ranks, f"gather{len(gather_names)}")) if several and run.zero else "",
+        reduce_stream=reduce, gather_stream=gather,
     )  # fmt: skip
+
+
+def _agreed(names: Iterable[str | None]) -> str | None:
+    """Return the name that all stages give; where they differ (tied parameters), none holds."""
+    found = set(names)
+    return found.pop() if len(found) == 1 else None
 
 
 def borders(graph: TrainingGraph, stage: GraphStage) -> tuple[Border, ...]:

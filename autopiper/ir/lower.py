@@ -15,9 +15,11 @@ leaves first.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
-from autopiper.ir.graph import GradientBlock, GraphStage, Members, TrainingGraph
+from autopiper._collector import no_collection
+from autopiper.ir.graph import Bucket, GradientBlock, GraphStage, Members, TrainingGraph
 from autopiper.ir.replicas import classes
 from autopiper.ir.slots import FINAL_KINDS, Slot, gather_chains, reduce_chains, slots
 from autopiper.plan.actions import COMPUTE_STREAM, Action, Copy, Place, Program, Wait, compute_text
@@ -29,18 +31,23 @@ GATHER_DEPTH = 1
 PRIORITY = ("SEND", "UNSHARD", "A2A", "REDUCE_GRAD", "LOSS", "NORM", "", "RECV")
 """Kinds by which the streams of a Program are sorted (Piper's dispatch order); "" = computing."""
 
+Turn = tuple[float, int, int, int]
+"""When an action of a collective stream can begin: the slot that it follows, then all-to-alls, gathers, reductions."""
+
 
 def channel(pipeline: int, source: Place, target: Place, kind: str) -> str:
     """Name of the channel from one member to another; `kind` is F or B."""
     return f"p{pipeline}:s{source.stage}.m{source.member}>s{target.stage}.m{target.member}:{kind}"
 
 
+@no_collection()
 def lower(graph: TrainingGraph) -> tuple[Program, ...]:
     """Write one Program per class of equal ranks of a complete training graph, in order of device group and member."""
     writer = _Writer(graph)
     return tuple(writer.write(members, first, others) for members, first, others in classes(graph))
 
 
+@no_collection()
 def lower_all(graph: TrainingGraph) -> tuple[Program, ...]:
     """Write the Program of every member, equal or not."""
     writer = _Writer(graph)
@@ -111,6 +118,8 @@ class _Member:
         self.waits: list[list[Wait]] = [[] for _ in self.order]
         self.after: list[list[Action]] = [[] for _ in self.order]
         """Local actions that follow a slot on the compute stream."""
+        self.finals: dict[str, list[int]] = {}
+        """Stage -> positions at which this member ends a backward of it."""
 
     def slots_of(self, stage: GraphStage) -> list[tuple[int, Slot]]:
         """Return (position, slot) of every slot of a stage."""
@@ -131,9 +140,9 @@ class _Member:
         return (Wait(action=text),) if text else ()
 
     def actions(self) -> Iterator[Action]:
-        others = [*self.exchanges(), *(t for s in self.stages for kind in "FB" for t in self.transfers(s, kind))]
-        gathers = self.gathers()
-        reduces = self.reductions()
+        exchanges = list(self.exchanges())
+        messages = [t for s in self.stages for kind in "FB" for t in self.transfers(s, kind)]
+        gathers, reduces = self.gathers(), self.reductions()
         for slot, text, waits, after in zip(self.order, self.texts, self.waits, self.after, strict=True):
             if text is not None:
                 it = slot.it
@@ -142,10 +151,11 @@ class _Member:
                     micro_batch=it.micro_batch, segment=slot.segment, prefix=self.prefix[it.pipeline], waits=tuple(waits),
                 )  # fmt: skip
             yield from after
-        yield from others
-        yield from gathers
-        yield from reduces
-        yield from self.end_of_step(reduces)
+        yield from messages
+        # Streams of one name are one stream: what is on it comes in the order in which it can begin.
+        for _, action in sorted([*exchanges, *gathers, *reduces], key=lambda pair: pair[0]):
+            yield action
+        yield from self.end_of_step([action for _, action in reduces])
 
     # Messages between stages
 
@@ -210,7 +220,7 @@ class _Member:
 
     # All-to-alls of sharded experts
 
-    def exchanges(self) -> Iterator[Action]:
+    def exchanges(self) -> Iterator[tuple[Turn, Action]]:
         """Yield the all-to-alls in the order of the slots, and note what the segments wait for."""
         for n, slot in enumerate(self.order):
             stage, it = slot.stage, slot.it
@@ -226,7 +236,7 @@ class _Member:
                 pipeline=it.pipeline, stage=stage.index, micro_batch=it.micro_batch, segment=border + 1,
                 prefix=self.prefix[it.pipeline], waits=self.latest(n),
             )  # fmt: skip
-            yield action
+            yield (n, 0, 0, 0), action
             following = next(
                 at for at in range(n + 1, len(self.order))
                 if self.order[at].it == it and self.order[at].segment == (border + 1 if it.kind == "F" else border)
@@ -235,9 +245,9 @@ class _Member:
 
     # Parameters and gradients
 
-    def gathers(self) -> list[Action]:
+    def gathers(self) -> list[tuple[Turn, Action]]:
         """Write the gathers of ZeRO 3, each for a chain of slots, no earlier than `GATHER_DEPTH` slots before it."""
-        found: list[tuple[int, Action]] = []
+        found: list[tuple[Turn, Action]] = []
         for block in self.writer.held.get(self.members[self.member], ()):
             for bucket in range(len(block.buckets)) if block.zero == 3 else ():
                 for chain in gather_chains(self.order, block, bucket):
@@ -247,7 +257,7 @@ class _Member:
                         gradient_block=block.index, bucket=bucket,
                         waits=self.latest(chain.first - 1 - GATHER_DEPTH),
                     )  # fmt: skip
-                    found.append((chain.first, gather))
+                    found.append(((chain.first - 1 - GATHER_DEPTH, 1, bucket, block.index), gather))
                     user = next((n for n in range(chain.first, chain.last + 1) if self.texts[n]), None)
                     if user is not None:
                         self.waits[user].append(Wait(action=gather.text))
@@ -261,65 +271,58 @@ class _Member:
                             waits=(Wait(action=gather.text),),
                         )
                     )
-        return [action for _, action in sorted(found, key=lambda pair: (pair[0], pair[1].bucket or 0))]
+        return sorted(found, key=lambda pair: pair[0])
 
-    def reductions(self) -> list[Action]:
+    def reductions(self) -> list[tuple[Turn, Action]]:
         """Write the reductions, in the order in which they can begin; over several device groups, by gradient block."""
-        found: list[tuple[tuple[float, int, int], Action]] = []
+        found: list[tuple[Turn, Action]] = []
         for block in self.writer.held.get(self.members[self.member], ()):
             if len(block.holders) == 1:
                 continue
             shared = any(self.graph.stage(p.pipeline, p.stage).members != self.members for p in block.holders)
-            chains = reduce_chains(self.order, block) if block.zero >= 2 else []
-            finals = [chain.last for chain in chains] or [max(self._finals(block, final=False), default=0)]
-            for position in finals:
-                each = self.order[position].it.micro_batch if block.zero >= 2 else None
-                for number in range(len(block.buckets)):
-                    waits = (
-                        self._passed(block, number, position) if block.zero >= 2
-                        else tuple(w for n in self._finals(block) for w in self._passed(block, number, n))
-                    )  # fmt: skip
+            if block.zero >= 2:
+                ends = [[chain.last] for chain in reduce_chains(self.order, block)]
+            else:  # once a step, after the last backward of every stage of this member that uses the block
+                ends = [
+                    [self.slots_of(s)[-1][0] for s in self.stages if any(s.start <= b < s.stop for b in block.blocks)]
+                ]
+            for positions in ends:
+                last = max(positions)
+                each = self.order[last].it.micro_batch if block.zero >= 2 else None
+                slots_ = [slot for n in positions if (slot := self._latest_final(n)) is not None]
+                for number, bucket in enumerate(block.buckets):
                     reduce = Action(
                         kind="REDUCE_GRAD", stream=block.reduce_stream, gradient_block=block.index, bucket=number,
-                        micro_batch=each, waits=waits,
+                        micro_batch=each, waits=tuple(self._passed(block, bucket, slot) for slot in slots_),
                     )  # fmt: skip
-                    found.append(((float("inf") if shared else position, block.index, number), reduce))
-        return [action for _, action in sorted(found, key=lambda pair: pair[0])]
+                    found.append(((float("inf") if shared else last, 2, block.index, number), reduce))
+        return sorted(found, key=lambda pair: pair[0])
 
-    def _finals(self, block: GradientBlock, *, final: bool = True) -> list[int]:
-        """Positions of the last backward slot of each of this member's stages that use a gradient block.
+    def _latest_final(self, position: int) -> Slot | None:
+        """Return the last slot, at or before a position, in which this member ends a backward of the same stage.
 
-        `final`: of the slots that this member computes; else of all that its group has.
+        An empty slice has nothing to wait for but what came before.
         """
-        found = []
-        for stage in self.stages:
-            if any(stage.start <= b < stage.stop for b in block.blocks):
-                last = next(
-                    (n for n, slot in reversed(self.slots_of(stage))
-                     if slot.it.kind in FINAL_KINDS and (self.texts[n] or not final)), None,
-                )  # fmt: skip
-                found += [] if last is None else [last]
-        return found
-
-    def _passed(self, block: GradientBlock, bucket: int, position: int) -> tuple[Wait, ...]:
-        """Wait until the backward that ends with the slot at `position` has passed the lowest block of a bucket."""
         stage = self.order[position].stage
-        slot = next(  # an empty slice has nothing to wait for but what came before
-            (slot for n, slot in reversed(self.slots_of(stage))
-             if n <= position and self.texts[n] and slot.it.kind in FINAL_KINDS), None,
-        )  # fmt: skip
-        if slot is None:
-            return ()
-        it = slot.it
-        lowest = block.buckets[bucket].lowest_block
+        if stage.tag not in self.finals:
+            self.finals[stage.tag] = [
+                n for n, slot in self.slots_of(stage) if self.texts[n] and slot.it.kind in FINAL_KINDS and slot.last
+            ]
+        finals = self.finals[stage.tag]
+        at = bisect_right(finals, position)
+        return self.order[finals[at - 1]] if at else None
+
+    def _passed(self, block: GradientBlock, bucket: Bucket, slot: Slot) -> Wait:
+        """Wait until the backward that ends with a slot has passed the lowest block of a bucket."""
+        stage, it = slot.stage, slot.it
+        lowest = bucket.lowest_block
         if block.kind == "tied":  # final when the lowest use in this stage has passed
-            inside = [b for b in block.blocks if stage.start <= b < stage.stop]
-            lowest = min(inside, default=stage.start)
+            lowest = min(b for b in block.blocks if stage.start <= b < stage.stop)
         if it.kind == "W":
-            return (Wait(action=self.text(slot), block=lowest),)
-        segment = stage.segment_of(2 * lowest + block.low_half) if stage.start <= lowest < stage.stop else 0
+            return Wait(action=self.text(slot), block=lowest)
+        segment = stage.segment_of(2 * lowest + block.low_half) if stage.borders else 0
         text = compute_text(it.stage, it.kind, it.micro_batch, segment, self.prefix[it.pipeline])
-        return (Wait(action=text, block=None if block.low_half else lowest),)
+        return Wait(action=text, block=None if block.low_half else lowest)
 
     def end_of_step(self, reduces: list[Action]) -> Iterator[Action]:
         """Yield loss, norm, updates, and the gathers of what ZeRO 1 and 2 have updated in parts."""

@@ -26,6 +26,7 @@ from autopiper.errors import PlanError
 from autopiper.plan.passes import PASS_KINDS
 
 COMPUTE_KINDS = PASS_KINDS
+SEND_KINDS = ("SEND_F", "SEND_B")
 TRANSFER_KINDS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 EXCHANGE_KINDS = ("A2A_F", "A2A_B")
 GATHER_KINDS = ("UNSHARD", "UNSHARD_F", "UNSHARD_B", "UNSHARD_I", "UNSHARD_W")
@@ -81,12 +82,12 @@ class Action:
     def text(self) -> str:
         """The name of the action, unique in its Program."""
         kind = self.kind
-        if kind in COMPUTE_KINDS or kind in EXCHANGE_KINDS:
-            return compute_text(self.stage, kind, self.micro_batch, self.segment, self.prefix)
-        if kind in TRANSFER_KINDS:
+        if self.peer is not None:
             start, stop = self.samples or (0, 0)
-            arrow = ">" if kind.startswith("SEND") else "<"
+            arrow = ">" if kind in SEND_KINDS else "<"
             return f"{self.prefix}{self.stage}{kind}{self.micro_batch}{arrow}{self.peer}[{start}:{stop}]"
+        if self.stage is not None:
+            return compute_text(self.stage, kind, self.micro_batch, self.segment, self.prefix)
         if self.gradient_block is None:
             return kind
         bucket = "" if self.bucket is None else f".{self.bucket}"

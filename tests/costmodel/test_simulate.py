@@ -285,7 +285,10 @@ def test_equals_independent_walk(
     programs = ir.lower(graph)
     ir.verify(graph, programs)
     timeline = simulate(graph, programs, costs)
-    assert timeline.makespan_s == pytest.approx(independent_walk(programs, graph, costs, link_s))
+    everyone = ir.lower_all(graph)  # of equal replicas the simulator walks one
+    assert sum(len(p.all_ranks) for p in programs) == len(everyone) == devices
+    assert timeline.makespan_s == pytest.approx(independent_walk(everyone, graph, costs, link_s))
+    assert simulate(graph, everyone, costs).peak_memory_bytes == pytest.approx(timeline.peak_memory_bytes)
     for lane in timeline.lanes:
         assert lane.time.total_s == pytest.approx(timeline.makespan_s)
         assert lane.time.bubble_s >= -1e-9

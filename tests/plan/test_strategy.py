@@ -183,8 +183,11 @@ def test_searched_orders_are_rows_of_passes() -> None:
     schedule = Schedule(family="searched", rows=(("0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"),))
     strategy = Strategy.uniform(Model.chain(2), cluster(1, 1), Training(global_batch_size=2))
     *_, last = replace(strategy, schedules=(schedule,)).directives()
-    f, b = ({"PIPE": 0, "PP": 0, "MB": m, "PASS": k} for m, k in ((1, "F"), (0, "B")))
-    assert last == d.order([[{**f, "MB": 0}], [f, b], [{**b, "MB": 1}]])
+
+    def one(kind: str, mb: int) -> d.Filter:
+        return {"PIPE": 0, "PP": 0, "MB": mb, "PASS": kind}
+
+    assert last == d.order([[one("F", 0)], [one("F", 1), one("B", 0)], [one("B", 1)]])
     with pytest.raises(PlanError, match="schedule '1f1b' has 1 rows; 'searched' lists its orders, and only that does"):
         Schedule(rows=(("0F0",),))
     with pytest.raises(PlanError, match=r"'0F' is not a pass or group; expected e.g. 2F5"):
