@@ -4,6 +4,10 @@
     I = the same of the backward for the input, with twice the memory-bound work
     W = launches + max(matrix work, reading and writing the gradient);   B = I + W
 
+The routed experts' part of F, I and W is their share of each term: of the launches by kernels, of the matrix term by
+FLOPs where work is the bound and by parameters where memory is, of the memory-bound work by moved elements, and nothing
+of the collectives. It holds for every expert-parallel degree: under balanced routing a rank works on as many tokens.
+
 Sources: what tensor parallelism divides and which all-reduces it costs, Narayanan et al., arXiv 2104.04473, section 2.3,
 and Korthikanti et al., arXiv 2205.05198, section 4; a layer as a sum of matrix and vector work, each at an efficiency
 by size, Isaev et al. (Calculon, SC 2023), section 3; the roofline, Williams et al., CACM 2009.
@@ -63,19 +67,37 @@ def price_block(
     undivided = whole + (1 - whole) / tp
     memory_bound_s = moved_s(device, block.forward_moved_elements * per_element * samples * undivided)
 
-    def matrix_s(flops_per_sample: float, least_bytes: float) -> float:
-        work_s = matmul_s(device, precision, flops_per_sample * samples / tp, matrix_kernels)
-        return max(work_s, moved_s(device, least_bytes)) if flops_per_sample else 0.0
+    def matrix(flops: float, expert_flops: float, least_bytes: float) -> tuple[float, float]:
+        """Seconds of matrix work of so many FLOPs per sample, at least those of the bytes; and the experts' of them."""
+        work_s = matmul_s(device, precision, flops * samples / tp, matrix_kernels)
+        least_s = moved_s(device, least_bytes)
+        if work_s >= least_s:
+            return work_s, work_s * (expert_flops / flops if flops else 0.0)
+        return least_s, least_s * (block.expert_parameters / tp / parameters if block.num_experts else 0.0)
 
     weights_bytes = parameters * training.weight_bytes
     # A gradient is accumulated: read and written once per slice, by lookups (embeddings) as well.
-    gradient_s = moved_s(device, 2 * parameters * training.gradient_bytes)
+    gradient_bytes = 2 * parameters * training.gradient_bytes
     collective_s = _collectives_s(block, link, tp, block.tensor_collective_elements * per_element * samples)
 
-    forward_s = launch_s + matrix_s(block.forward_flops, weights_bytes) + memory_bound_s + collective_s
-    input_s = matrix_s(block.backward_input_flops, weights_bytes) + BACKWARD_MOVED * memory_bound_s
-    input_s += launch_s + collective_s
-    weight_s = launch_s + max(matrix_s(block.backward_weight_flops, 0.0), gradient_s) if parameters else 0.0
+    expert_launch_s = block.expert_kernels * device.kernel_launch_s
+    expert_moved_s = moved_s(device, block.expert_moved_elements * per_element * samples * undivided)
+
+    work_s, experts_s = matrix(
+        block.forward_flops, block.expert_forward_flops, weights_bytes if block.forward_flops else 0.0
+    )
+    forward_s = launch_s + work_s + memory_bound_s + collective_s
+    expert_forward_s = expert_launch_s + experts_s + expert_moved_s
+    work_s, experts_s = matrix(
+        block.backward_input_flops,
+        block.expert_backward_input_flops,
+        weights_bytes if block.backward_input_flops else 0.0,
+    )
+    input_s = launch_s + work_s + BACKWARD_MOVED * memory_bound_s + collective_s
+    expert_input_s = expert_launch_s + experts_s + BACKWARD_MOVED * expert_moved_s
+    work_s, experts_s = matrix(block.backward_weight_flops, block.expert_backward_weight_flops, gradient_bytes)
+    weight_s = launch_s + work_s if parameters else 0.0
+    expert_weight_s = expert_launch_s + experts_s if parameters else 0.0
 
     wide_bytes = max(4, per_element) * block.kept_fp32_elements * samples / tp
 
@@ -103,6 +125,10 @@ def price_block(
         workspace_bytes=(boundary.input_bytes + boundary.output_bytes) * samples
         + WIDEST_KEPT * (kept_bytes - wide_bytes)
         + UNKEPT_WIDE * wide_bytes,
+        expert_forward_s=expert_forward_s,
+        expert_backward_s=expert_input_s + expert_weight_s,
+        expert_backward_input_s=expert_input_s,
+        expert_backward_weight_s=expert_weight_s,
         evidence="analytic",
         relative_error=RELATIVE_ERROR,
     )

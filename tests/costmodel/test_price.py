@@ -18,6 +18,7 @@ from autopiper.costmodel.efficiency import best_share, matmul_s
 from autopiper.errors import CostError, PlanError
 from autopiper.model.spec import Block, Edge, Model, TensorSpec
 from autopiper.plan import Training
+from autopiper.plan.prices import EXPERT_PARTS, BlockCost
 
 EXAMPLE = Path(__file__).parents[2] / "examples/clusters/a100-v100.toml"
 A100 = catalogue.get("a100-80g")
@@ -117,6 +118,50 @@ def test_one_block_by_hand() -> None:
     saved = 16 * 4 * h / 2 * 2
     core = matmul_s(A100, "bf16", 6 * h**2 * 16 / 2, 2)
     assert got.selective_forward_s == pytest.approx(2 * 4e-6 + core + 2 * saved / rate)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2"]), st.sampled_from(["t4", "a100-80g", "cpu"]),
+    st.sampled_from([64, 1024]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3, 64]),
+)  # fmt: skip
+def test_the_experts_have_their_share_of_each_price(preset: str, name: str, length: int, tp: int, samples: int) -> None:
+    model = Model.from_preset(preset, sequence_length=length)
+    moe, device = model.blocks[-2], catalogue.get(name)
+    boundary = Boundary(input_bytes=1.0, output_bytes=1.0)
+    training = Training(global_batch_size=64, precision="fp32")
+
+    def priced(block: Block) -> BlockCost:
+        return price_block(block, boundary, device, LINK, training, tensor_parallel_size=tp, samples=samples)
+
+    got, peak = priced(moe), device.peak_flops["fp32"]
+    for part, whole in EXPERT_PARTS:
+        assert 0 < getattr(got, part) < getattr(got, whole)
+    # No part beats the roofline of its own work.
+    assert got.expert_forward_s >= samples / tp * moe.expert_forward_flops / peak
+    assert got.expert_backward_input_s >= samples / tp * moe.expert_backward_input_flops / peak
+    assert got.expert_backward_weight_s >= samples / tp * moe.expert_backward_weight_flops / peak
+    assert got.expert_backward_s == got.expert_backward_input_s + got.expert_backward_weight_s
+    # A block of nothing but experts is theirs, collectives apart.
+    alone = replace(
+        moe, dense_parameters=0, replicated_parameters=0, forward_flops=moe.expert_forward_flops,
+        backward_input_flops=moe.expert_backward_input_flops, backward_weight_flops=moe.expert_backward_weight_flops,
+        forward_moved_elements=moe.expert_moved_elements, kernels=moe.expert_kernels, tensor_collectives=0,
+    )  # fmt: skip
+    for part, whole in EXPERT_PARTS:
+        assert getattr(priced(alone), part) == pytest.approx(getattr(priced(alone), whole), rel=1e-12)
+    dense = priced(model.blocks[0])
+    assert not any(getattr(dense, part) for part, _ in EXPERT_PARTS)
+
+
+def test_few_tokens_leave_the_experts_the_reading_of_their_weights() -> None:
+    moe = Model.from_preset("mixtral-8x7b", sequence_length=8).blocks[1]
+    got = price_block(moe, Boundary(input_bytes=1, output_bytes=1), A100, LINK, BF16, tensor_parallel_size=1, samples=1)
+    rate, tokens = A100.memory_bytes_per_s * 0.85, 8
+    moved = tokens * (2 * 2 * 4096 + 3 * 4096 + 2 * 3 * 14336) * 2 / rate
+    weights = 8 * 3 * 4096 * 14336
+    assert got.expert_forward_s == pytest.approx(6 * 4e-6 + weights * 2 / rate + moved)
+    assert got.expert_backward_weight_s == pytest.approx(6 * 4e-6 + weights * 2 * 4 / rate)
 
 
 def test_the_optimizer_step_is_its_memory_traffic() -> None:

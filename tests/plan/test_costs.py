@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autopiper.errors import CostError
 from autopiper.plan import BlockCost, CostTable, LinkCost
+from autopiper.plan.costs import DEFAULT_OVERLAPS, OverlapCost
 
 
 def entry(samples: int, forward_s: float = 1.0, kind: str = "layer", device: str = "a", **more: float) -> BlockCost:
@@ -134,3 +135,62 @@ def test_save_and_load(tmp_path: Path) -> None:
     table.save(tmp_path / "deep" / "costs.json")
     assert CostTable.load(tmp_path / "deep" / "costs.json") == table
     assert "Infinity" in (tmp_path / "deep" / "costs.json").read_text()
+
+
+def test_the_experts_part_is_blended_and_scaled_like_the_whole() -> None:
+    less = entry(1, 1.0, expert_forward_s=0.5, expert_backward_s=1.0)
+    more = entry(5, 5.0, expert_forward_s=4.5, expert_backward_s=2.0)
+    index = CostTable(blocks=(less, more)).index()
+    found = index.block("layer", "a", 1, 2)
+    assert (found.expert_forward_s, found.expert_backward_s) == (1.5, 1.25)
+    unit = replace(entry(1), expert_forward_s=0.25, expert_backward_input_s=0.5, expert_backward_weight_s=0.125)
+    found = CostTable(blocks=(unit,), proportional=True).index().block("layer", "a", 1, 8)
+    assert (found.expert_forward_s, found.expert_backward_input_s, found.expert_backward_weight_s) == (2, 4, 1)
+
+
+def test_a_part_is_no_more_than_its_whole() -> None:
+    entry(1, 1.0, expert_forward_s=1.0)
+    with pytest.raises(CostError, match=r"expert_forward_s of block kind 'layer' is 1.1, but forward_s, .*, is 1.0"):
+        entry(1, 1.0, expert_forward_s=1.1)
+    with pytest.raises(CostError, match=r"expert_backward_s of block kind 'layer' is -1.0; it must be zero or more"):
+        entry(1, expert_backward_s=-1.0)
+
+
+def slow(slowdown: float, under: str = "all_reduce") -> OverlapCost:
+    return OverlapCost(kind="all_to_all", under=under, slowdown=slowdown, evidence="measured")  # type: ignore[arg-type]
+
+
+def test_measured_slowdowns_win_over_the_default() -> None:
+    bare = CostTable(blocks=(entry(1),))
+    assert [(o.kind, o.under, o.slowdown) for o in bare.overlaps] == [("all_to_all", "all_reduce", 1.46)]
+    measured = replace(bare, overlaps=(slow(1.2), slow(1.1, "compute")))
+    assert bare.merge(measured).overlaps == measured.merge(bare).overlaps == measured.overlaps
+    later = replace(bare, overlaps=(slow(1.3),))
+    assert [o.slowdown for o in measured.merge(later).overlaps] == [1.3, 1.1]
+    assert replace(bare, overlaps=()).merge(bare).overlaps == DEFAULT_OVERLAPS
+
+
+def test_impossible_slowdowns_are_refused() -> None:
+    with pytest.raises(
+        CostError, match=r"under of an overlap is 'allreduce' \(did you mean 'all_reduce'\?\); allowed:"
+    ):
+        slow(1.5, "allreduce")
+    for slowdown in (0.9, float("inf"), float("nan")):
+        with pytest.raises(
+            CostError, match=r"slowdown of all_to_all under all_reduce is .*; it must be a finite factor of 1"
+        ):
+            slow(slowdown)
+    with pytest.raises(
+        CostError, match=r"two slowdowns for \(kind, under\) = \('all_to_all', 'all_reduce'\); keep one"
+    ):
+        CostTable(blocks=(entry(1),), overlaps=(slow(1.2), slow(1.3)))
+
+
+def test_experts_and_slowdowns_come_back_from_a_file(tmp_path: Path) -> None:
+    table = CostTable(blocks=(entry(1, expert_forward_s=0.1 + 0.2),), overlaps=(slow(1.1, "compute"),))
+    table.save(tmp_path / "costs.json")
+    assert CostTable.load(tmp_path / "costs.json") == table
+    text = (tmp_path / "costs.json").read_text()
+    (tmp_path / "costs.json").write_text(text.replace('"under": "compute"', '"under": "computing"'))
+    with pytest.raises(CostError, match=r"overlaps\.0\.under"):
+        CostTable.load(tmp_path / "costs.json")
