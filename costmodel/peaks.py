@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from autopiper._data import data
@@ -196,34 +197,41 @@ class _Holds:
         return found
 
     def buckets(self) -> list[Change]:
-        found: list[Change] = []
+        """Parameters that are gathered for a chain of slots, gradients of a chain until they are reduced (ZeRO 2, 3)."""
         training, blocks = self.graph.training, self.graph.gradient_blocks
-        open_at: dict[tuple[int, int], list[float]] = {}
+        if not any(block.zero >= 2 for block in blocks):
+            return []
+        found: list[Change] = []
+        gathered: dict[tuple[int, int], list[float]] = {}
+        reduced: list[tuple[int, Action]] = []
         for stream in self.streams:
             for node, action in self.actions(stream):
                 if action.kind.startswith("UNSHARD_"):
-                    open_at.setdefault((action.gradient_block or 0, action.bucket or 0), []).append(self.start[node])
+                    gathered.setdefault(_bucket(action), []).append(self.start[node])
+                elif action.kind == "REDUCE_GRAD" and action.micro_batch is not None:
+                    reduced.append((node, action))
         for node, action in self.actions(COMPUTE_STREAM):
             if action.kind.startswith("RESHARD"):
-                key = (action.gradient_block or 0, action.bucket or 0)
+                key = _bucket(action)
                 num_bytes = self._bucket_elements(key) * training.weight_bytes
-                found += self._hold(open_at[key].pop(0), self.end[node], PARAMETERS, num_bytes)
-        last_tail: dict[tuple[int, int], float] = {}
-        for stream in self.streams:
-            for node, action in self.actions(stream):
-                if action.kind != "REDUCE_GRAD" or action.micro_batch is None:
-                    continue
-                key = (action.gradient_block or 0, action.bucket or 0)
-                home = blocks[key[0]].holders[0]
-                since = last_tail.get(key, -1.0)
-                begins = [
-                    begun for (p, s, kind, _), begun in self.begun.items()
-                    if (p, s) == (home.pipeline, home.stage) and kind in "BW" and since < begun <= self.end[node]
-                ]  # fmt: skip
-                last_tail[key] = self.start[node]
-                if begins:
-                    num_bytes = self._bucket_elements(key) * training.gradient_bytes
-                    found += self._hold(min(begins), self.end[node], GRADIENTS, num_bytes)
+                found += self._hold(gathered[key].pop(0), self.end[node], PARAMETERS, num_bytes)
+        backward: dict[tuple[int, int], list[float]] = {}
+        for (p, s, kind, _), begun in self.begun.items():
+            if kind in "BW":
+                backward.setdefault((p, s), []).append(begun)
+        for begins in backward.values():
+            begins.sort()
+        next_: dict[tuple[int, int], int] = {}
+        for node, action in reduced:
+            key = _bucket(action)
+            home = blocks[key[0]].holders[0]
+            begins = backward.get((home.pipeline, home.stage), [])
+            first = next_.get(key, 0)
+            # What has begun when the reduction starts is what it sums: the backwards since the one before.
+            next_[key] = bisect_left(begins, self.start[node] * (1 + TIE) + TIE)
+            if first < next_[key]:
+                num_bytes = self._bucket_elements(key) * training.gradient_bytes
+                found += self._hold(begins[first], self.end[node], GRADIENTS, num_bytes)
         return found
 
     def _bucket_elements(self, key: tuple[int, int]) -> float:
@@ -232,3 +240,8 @@ class _Holds:
         piece = block.buckets[key[1]]
         home = block.holders[0]
         return (piece.stop - piece.start) / self.graph.stage(home.pipeline, home.stage).tensor_parallel_size
+
+
+def _bucket(action: Action) -> tuple[int, int]:
+    """(gradient block, bucket) of a gather, release or reduction."""
+    return action.gradient_block or 0, action.bucket or 0

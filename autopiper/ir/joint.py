@@ -129,16 +129,18 @@ def join(programs: Sequence[Program]) -> Joint:
                     if key is not None:
                         shared[key] = node
                 entry = nodes[node]
-                place = len(entry.programs)
                 if transfer:
                     side = kind[:4]
                     seen = sides.setdefault(node, set())
                     if side in seen:
                         faults.append(f"{names[number]}: {text} is matched twice")
                     seen.add(side)
-                    place = 0 if side == "SEND" else place
-                entry.programs.insert(place, number)
-                entry.actions.insert(place, action)
+                if transfer and side == "SEND":
+                    entry.programs.insert(0, number)
+                    entry.actions.insert(0, action)
+                else:
+                    entry.programs.append(number)
+                    entry.actions.append(action)
                 mine[text] = node
                 row.append(node)
                 joined.append((number, node, action))

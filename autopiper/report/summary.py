@@ -74,7 +74,7 @@ def _pipeline(plan: Plan, graph: TrainingGraph, timeline: Timeline, index: int) 
     share = sum(pipe.micro_batch_sizes)
     orders = [d for d in plan.strategy.directives() if isinstance(d, OrderDirective)]
     family = next(
-        (d.schedule for d in orders if d.schedule and (d.pipelines is None or index in d.pipelines)), "by hand"
+        (d.schedule for d in orders if d.schedule and (d.pipelines is None or index in d.pipelines)), "written out"
     )
     return {
         "index": index,
@@ -96,6 +96,8 @@ def _stage(plan: Plan, stage: GraphStage, timeline: Timeline) -> dict[str, Any]:
         "blocks": block_names(plan.model, stage.start, stage.stop),
         "tensor_parallel_size": stage.tensor_parallel_size,
         "data_parallel_size": len(stage.members),
+        "expert_parallel_size": stage.expert_parallel_size,
+        "zero": max(stage.zero, default=0),
         "recompute": {choice: count for choice, count in kept.items() if choice != "none"},
         "groups": [
             _group(plan.cluster, name, [(i, m) for i, m in enumerate(stage.members) if _type(plan, m) == name], lanes, stage)

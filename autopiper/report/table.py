@@ -132,6 +132,10 @@ def _group(stage: dict[str, Any], group: dict[str, Any]) -> str:
     degrees = [f"{name} {size}" for name, size in (("tp", tp), ("dp", dp)) if size > 1]
     if degrees:
         text += f"; {' x '.join(degrees)}"
+    if stage["expert_parallel_size"] > 1:
+        text += f", experts over {stage['expert_parallel_size']}"
+    if stage["zero"] and dp > 1:
+        text += f", ZeRO {stage['zero']}"
     if dp > 1:
         rows = group["samples"]
         each = "/".join(str(n) for n in dict.fromkeys(n for row in rows for n in row))
