@@ -7,7 +7,7 @@ from typing import Any
 
 from autopiper.model.spec import Model
 
-SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "sequence_length": 8, "vocab_size": 96}
+SMALL: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "sequence_length": 8, "vocab_size": 96}
 DENSE = Model.transformer(num_layers=6, **SMALL)
 TIED = Model.transformer(num_layers=6, tie_embeddings=True, **SMALL)
 EXPERTS = Model.transformer(

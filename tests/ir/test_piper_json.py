@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from piper_programs import (
     DENSE,
@@ -152,6 +152,13 @@ def expressible(draw: st.DrawFn) -> tuple[Strategy, Model, int]:
         training=Training(global_batch_size=slice_ * members * count), pipelines=(pipe,),
         schedules=(Schedule(family=family),), bucket_bytes=2**20 * draw(st.sampled_from([1, 25, 1000])),
     )  # fmt: skip
+    named = draw(st.sampled_from([None, "dp_stream", "reduce0", "gather1"]))
+    if named is not None:
+        given_ = [
+            replace(it, reduce_stream=named, gather_stream=named) if isinstance(it, d.ReplicateDirective) else it
+            for it in strategy.directives()
+        ]
+        strategy = Strategy.from_directives(given_, strategy.training)
     return strategy, model, groups * members
 
 
@@ -161,7 +168,8 @@ def test_random_expressible_strategies_come_back(
     tmp_path: Path, cluster_of: ClusterOf, drawn: tuple[Strategy, Model, int]
 ) -> None:
     strategy, model, devices = drawn
-    comes_back(strategy, model, cluster_of(devices), tmp_path / "program.json")
+    program = comes_back(strategy, model, cluster_of(devices), tmp_path / "program.json")
+    event("buckets" if any("bucket_size" in it for it in program) else "no buckets")
 
 
 @pytest.mark.parametrize(
