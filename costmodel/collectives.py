@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from autopiper._data import data
 from autopiper.cluster.spec import Cluster, Link
 from autopiper.errors import CostError
 from autopiper.plan.costs import CostTable, LinkCost
@@ -72,44 +73,42 @@ def all_reduce_s(
     number of such groups that use the interfaces of a node at the same time. Devices may be unlike. 0 for one device
     or no bytes. Raises CostError for no device, a device named twice, or `sharing` below 1.
     """
-    return 2 * _ring_s(costs, cluster, devices, num_bytes, sharing, "all-reduce")
-
-
-def reduce_scatter_s(costs: CostTable, cluster: Cluster, devices: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds of summing `num_bytes` over `devices`, each keeping its part: the first half of that ring."""
-    return _ring_s(costs, cluster, devices, num_bytes, 1, "reduce-scatter")
-
-
-def all_gather_s(costs: CostTable, cluster: Cluster, devices: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds until each device has all `num_bytes` that they hold in parts: the second half of that ring."""
-    return _ring_s(costs, cluster, devices, num_bytes, 1, "all-gather")
-
-
-def ring_bytes_per_s(costs: CostTable, cluster: Cluster, devices: Sequence[int], *, sharing: int = 1) -> float:
-    """Return what a ring through these devices carries on each of its links per second; infinite for one device."""
-    held = Counter(cluster.device(d).node for d in sorted(devices))
-    inside = [_inside(costs, cluster, node) for node, count in held.items() if count > 1]
-    between = _between(costs, cluster, held, sharing)
-    return min((link.bytes_per_s for link in (*inside, *between)), default=math.inf)
-
-
-def _ring_s(
-    costs: CostTable, cluster: Cluster, devices: Sequence[int], num_bytes: float, sharing: int, what: str
-) -> float:
     _check(num_bytes)
+    return 2 * ring(costs, cluster, devices, sharing=sharing, what="all-reduce").seconds(num_bytes)
+
+
+@data
+class Ring:
+    """A ring through devices, node after node: what one round of it takes beside its bytes, and what it carries."""
+
+    size: int
+    latency_s: float
+    """Of the size - 1 steps of a reduce-scatter or all-gather, all together."""
+    bytes_per_s: float
+    """On its slowest link."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds of a reduce-scatter or all-gather of `num_bytes`; an all-reduce is one of each."""
+        if self.size == 1 or num_bytes == 0:
+            return 0.0
+        return self.latency_s + (self.size - 1) / self.size * num_bytes / self.bytes_per_s
+
+
+def ring(
+    costs: CostTable, cluster: Cluster, devices: Sequence[int], *, sharing: int = 1, what: str = "a ring"
+) -> Ring:
+    """Lay a ring through devices; raises CostError as `all_reduce_s` does."""
     if sharing < 1:
         raise CostError(f"sharing is {sharing}; at least one group uses the network, so it must be 1 or more")
     _check_group(devices, what)
-    n = len(devices)
-    if n == 1 or num_bytes == 0:
-        return 0.0
     held = Counter(cluster.device(d).node for d in sorted(devices))
     inside = [_inside(costs, cluster, node) for node, count in held.items() if count > 1]
     between = list(_between(costs, cluster, held, sharing))
-    return (
-        (n - len(held)) * max((link.latency_s for link in inside), default=0.0)
-        + (len(held) - 1) * max((link.latency_s for link in between), default=0.0)
-        + (n - 1) / n * num_bytes / ring_bytes_per_s(costs, cluster, devices, sharing=sharing)
+    return Ring(
+        size=len(devices),
+        latency_s=(len(devices) - len(held)) * max((link.latency_s for link in inside), default=0.0)
+        + (len(held) - 1) * max((link.latency_s for link in between), default=0.0),
+        bytes_per_s=min((link.bytes_per_s for link in (*inside, *between)), default=math.inf),
     )
 
 

@@ -12,21 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from autopiper.cluster.spec import Cluster, Link
-from autopiper.costmodel.collectives import (
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    path,
-    reduce_scatter_s,
-    ring_bytes_per_s,
-    transfer_s,
-)
+from autopiper.costmodel.collectives import Ring, all_to_all_s, path, ring, transfer_s
 from autopiper.plan.costs import CostTable
 
 Use = tuple[tuple[object, ...], float, float]
 """(pool, bytes/s asked of it when alone, bytes/s that it has)."""
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
-_SECONDS = {"all_reduce": all_reduce_s, "reduce_scatter": reduce_scatter_s, "all_gather": all_gather_s}
 
 
 class Network:
@@ -36,6 +27,7 @@ class Network:
         self.costs, self.cluster = costs, cluster
         self.devices = cluster.devices()
         self.measured = {link.tier: link.bytes_per_s for link in costs.links}
+        self._rings: dict[tuple[int, ...], Ring] = {}
 
     def message(
         self, a: int, b: int, num_bytes: float, *, width: int = 1, leaving: int = 1, arriving: int = 1
@@ -62,10 +54,13 @@ class Network:
 
         `present`: the devices whose pools are to be counted (of equal replicas only the first is simulated).
         """
-        seconds = _SECONDS[kind](self.costs, self.cluster, devices, num_bytes)
+        key = tuple(devices)
+        if key not in self._rings:
+            self._rings[key] = ring(self.costs, self.cluster, devices)
+        seconds = self._rings[key].seconds(num_bytes) * (2 if kind == "all_reduce" else 1)
         if seconds == 0:
             return 0.0, []
-        return seconds, self._ring(devices, present, ring_bytes_per_s(self.costs, self.cluster, devices), width)
+        return seconds, self._ring(devices, present, self._rings[key].bytes_per_s, width)
 
     def exchange(
         self, devices: Sequence[int], present: Iterable[int], num_bytes: float, *, width: int = 1, groups: int = 1
