@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,10 @@ TWO_STAGES: list[d.Directive] = [
     d.place({"PP": 1}, [1]),
     d.order(schedule="1f1b"),
 ]
+
+
+def with_parameters(model: Model, parameters: int = 8) -> Model:
+    return replace(model, blocks=tuple(replace(b, dense_parameters=parameters) for b in model.blocks))
 
 
 def build(given: list[d.Directive], cluster: Cluster, batch: int = 5) -> ir.TrainingGraph:
@@ -52,21 +57,14 @@ def test_split_makes_equal_micro_batches(cluster_of: ClusterOf) -> None:
 def test_explicit_order(cluster_of: ClusterOf) -> None:
     rows = [d.order([[{"PP": s, "MB": m, "PASS": k}] for k in "FB" for m in range(3)]) for s in range(2)]
     graph = build([*TWO_STAGES[:-1], *rows], cluster_of(2))
-    assert [f"{p.kind}{p.micro_batch}" for p in graph.pipelines[0].stages[0].order] == [
-        "F0",
-        "F1",
-        "F2",
-        "B0",
-        "B1",
-        "B2",
-    ]
+    assert [p.text for p in graph.rows[0].passes()] == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
     ir.verify(graph, ir.lower(graph))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (d.place({"PP": 7}, [0]), r"directive 6 (place): place {'PP': 7} matches nothing; the graph has PIPE 0: PP 0..1"),
+        (d.place({"PP": 7}, [0]), r"directive 6 (place): {'PP': 7} matches nothing; nearest: {'PP': 1}; the graph has PIPE 0: PP 0..1"),
         (d.place({"PQ": 0}, [0]), "tag 'PQ' is unknown here (did you mean 'PP'?); allowed: PIPE, PP"),
         (d.place({"PP": 0}, [0]), "stage p0.s0 is placed already"),
         (d.cut(0, 2, blocks=(2, 4)), "expected stage 2 with blocks from 4 to at most 4, so that every block is held exactly once"),
@@ -77,20 +75,19 @@ def test_explicit_order(cluster_of: ClusterOf) -> None:
         (d.recompute({"PP": 0}, ("none",)), "1 choices for 3 blocks"),
         (d.degrees({"PP": 0}, tensor_parallel_size=2), "1 devices of p0.s0 do not divide by tensor_parallel_size 2"),
         (d.degrees({"PP": 0}, context_parallel_size=2), "context_parallel_size is 2; only 1 can be planned yet"),
-        (d.replicate({}, shard_params=True), "shard_params (ZeRO) cannot be planned yet"),
         (d.replicate({"PP": 0}, [1]), "devices (1,) are not those of p0.s0, [0]"),
-        (d.shard({"PP": 0}, [0]), "expert parallelism cannot be planned yet"),
-        (d.order(schedule="1f1f"), "schedule '1f1f' is not one that can be planned yet (did you mean '1f1b'?)"),
-        (d.order(schedule="zb-h1"), "schedule 'zb-h1' is not one that can be planned yet"),
+        (d.shard({"PP": 0}, [0]), "directive 6 (shard): {'PP': 0} matches no block with experts; model 'chain' has 0 of them"),
+        (d.order(schedule="1f1f"), "schedule '1f1f' is unknown (did you mean '1f1b'?); allowed: gpipe, 1f1b"),
+        (d.order(schedule="zb-h1"), "devices (0,) (p0.s0) are ordered already by directive 5 (order)"),
         (d.order(schedule="1f1b", pipelines=[4]), "order names pipeline 4"),
-        (d.order([[{"PP": 0, "MB": 0, "PASS": "F"}, {"PP": 0, "MB": 1, "PASS": "B"}]]), "overlap groups cannot be planned yet"),
-        (d.order([[{"PP": 0, "MB": 0}]]), "missing or not concrete: PASS"),
+        (d.order([[{"PP": 0, "MB": 0, "PASS": "F"}, {"PP": 0, "MB": 1, "PASS": "B"}]]), "devices (0,) (p0.s0) are ordered already by directive 5 (order)"),
+        (d.order([[{"PP": 0, "MB": 0}]]), "group 0: {'PP': 0, 'MB': 0} does not say which PASS; add one of F, B, BI, BW"),
         (d.order([[{"PP": 0, "MB": 0, "PASS": "X"}]]), "PASS is 'X'; allowed: F, B, BI, BW"),
         (d.buckets({}, bucket_bytes=0), "bucket_bytes is 0; it must be 1 or more"),
         (d.replicate({}, bucket_size=float("inf")), "bucket_size is inf; it must be above zero (MB)"),
         (d.replicate({}, bucket_size=float("nan")), "bucket_size is nan; it must be above zero (MB)"),
         (d.replicate({}, bucket_size=-1), "bucket_size is -1; it must be above zero (MB)"),
-        (d.split({}, num_microbatches=5), "split cannot be combined with pipeline directives"),
+        (d.split({}, num_microbatches=5), "the micro-batches are given already, by pipeline directives or another split"),
         (d.pipeline(2, (1,)), "pipeline index 2 is out of turn; the next one is 1"),
     ],
 )  # fmt: skip
@@ -104,9 +101,10 @@ def test_refusals_of_one_directive(cluster_of: ClusterOf, change: d.Directive, w
     [
         (TWO_STAGES, 6, "pipeline 0 has 5 samples, but global_batch_size is 6"),
         (TWO_STAGES[:-1], 5, "stage p0.s0 has no order; add order(schedule='1f1b', pipelines=(0,))"),
-        (TWO_STAGES[:4] + TWO_STAGES[5:], 5, "stage p0.s1 is placed nowhere; add place({'PIPE': 0, 'PP': 1}, devices)"),
+        (TWO_STAGES[:4] + TWO_STAGES[5:], 5, "directive 2 (cut): stage p0.s1 is placed nowhere (directives 3 place others); add place({'PIPE': 0, 'PP': 1}, devices)"),
         (TWO_STAGES[:2] + TWO_STAGES[3:4] + TWO_STAGES[5:], 5, "pipeline 0 holds blocks [0, 3) of 4; cut the rest too"),
-        ([*TWO_STAGES[:4], d.place({"PP": 1}, [0]), TWO_STAGES[5]], 5, "device 0 holds stage p0.s0 and stage p0.s1"),
+        ([*TWO_STAGES[:3], d.place({"PP": 0}, [0, 1]), d.place({"PP": 1}, [0]), TWO_STAGES[5]], 5,
+         "on ((0,),): both have device 0; stages that share a device must be on the very same devices, in the same members"),
         ([*TWO_STAGES[:4], d.place({"PP": 1}, [1, 2]), TWO_STAGES[5]], 5, "micro-batch of 1 samples does not divide among the 2 members"),
     ],
 )  # fmt: skip
@@ -118,7 +116,24 @@ def test_refusals_of_the_whole(cluster_of: ClusterOf, given: list[d.Directive], 
 def test_every_fault_is_told_at_once(cluster_of: ClusterOf) -> None:
     with pytest.raises(PlanError) as caught:
         build(TWO_STAGES[:3], cluster_of(2), batch=9)
-    assert len(caught.value.faults) == 5
+    assert [f.split(": ")[1][:12] for f in caught.value.faults] == ["stage p0.s0 ", "stage p0.s1 "]
+    with pytest.raises(PlanError) as caught:
+        build([TWO_STAGES[0], d.cut(0, 0, blocks=(0, 3)), TWO_STAGES[3], TWO_STAGES[5]], cluster_of(2), batch=9)
+    assert len(caught.value.faults) == 2
+
+
+def test_what_was_refused_once_is_a_feature_now(cluster_of: ClusterOf) -> None:
+    """ZeRO 3, two stages on one device, groups that overlap."""
+    given: list[d.Directive] = [
+        d.pipeline(0, (2, 2)), d.cut(0, 0, blocks=(0, 3)), d.cut(0, 1, blocks=(3, 4)), d.place({}, [0, 1]),
+        d.replicate({"PP": 0}, shard_params=True),
+        d.order([[{"PP": 0, "MB": 0, "PASS": "F"}], [{"PP": 0, "MB": 1, "PASS": "F"}, {"PP": 1, "MB": 0, "PASS": "F"}],
+                 *([{"PP": s, "MB": m, "PASS": k}] for s, m, k in ((1, 0, "B"), (1, 1, "F"), (0, 0, "B"), (1, 1, "B"), (0, 1, "B")))]),
+    ]  # fmt: skip
+    model = with_parameters(Model.chain(4))
+    graph = ir.build(Strategy.from_directives(given, Training(global_batch_size=4)), model, cluster_of(2))
+    proofs = ir.verify(graph, ir.lower(graph))
+    assert any("parameters are gathered before use" in line for line in proofs)
 
 
 def test_unknown_device_is_refused(cluster_of: ClusterOf) -> None:
