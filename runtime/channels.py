@@ -1,14 +1,13 @@
-"""Communicators: one per (rank set, stream), made and warmed in one global order; and messages between two stages.
+"""Messages between two stages.
 
 A channel carries messages of one kind from one rank to another in an order that both ends know from their Programs;
-at the start both exchange a hash of that order. The first forward message is preceded by a header that says what a
+at the start both exchange a hash of that order (`groups`). The first forward message is preceded by a header that says what a
 message consists of (how many tensors, their shapes per sample, types, which of them carry gradients); afterwards a
 message is just its tensors, because the samples of each are known from the Programs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopiper._data import data
-from autopiper.errors import PlanError, RuntimeFault
-from autopiper.plan import Action, Program
-from autopiper.plan.actions import COMPUTE_STREAM
+from autopiper.errors import RuntimeFault
 from autopiper.runtime.lanes import Lanes, Pending
 
 HEADER_BYTES = 16384
@@ -204,51 +201,3 @@ class Channel:
             self.learn(_decode(header))
         assert self._form is not None
         return self._form
-
-
-def identities(actions: Sequence[Action]) -> list[str]:
-    """Name the messages of a channel so that both ends say the same: "p0 F0 5[0:3]" for sender's stage 0."""
-    out = []
-    for a in actions:
-        step = 1 if a.kind.endswith("F") else -1
-        sender = a.stage if a.kind.startswith("SEND") else (a.stage or 0) - step
-        start, stop = a.samples or (0, 0)
-        out.append(f"p{a.pipeline} {a.kind[-1]}{sender} {a.micro_batch}[{start}:{stop}]")
-    return out
-
-
-def make_groups(programs: Sequence[Program], rank: int, device: torch.device) -> dict[str, dist.ProcessGroup]:
-    """Make one communicator for each stream that this rank shares with others, and exchange a first value on it.
-
-    Every rank works through all streams of the plan in the order of their names (torch numbers communicators by that
-    order, on non-members too), so any two ranks meet in the same order. On channels the value is a hash of the messages
-    to come. Raises PlanError where the ends disagree.
-    """
-    members: dict[str, set[int]] = {}
-    for program in programs:
-        for stream in program.streams:
-            members.setdefault(stream, set()).update(program.ranks)
-    mine = next(p for p in programs if rank in p.ranks)
-    groups: dict[str, dist.ProcessGroup] = {}
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    for stream in sorted(members):
-        ranks = sorted(members[stream])
-        if stream == COMPUTE_STREAM or len(ranks) == 1:
-            continue
-        group = dist.new_group(ranks, backend=backend)
-        if rank not in ranks:
-            continue
-        groups[stream] = group
-        actions = mine.streams[stream]
-        transfer = actions[0].kind.startswith(("SEND", "RECV"))
-        names = identities(actions) if transfer else [a.text for a in actions]
-        digest = hashlib.sha256("\n".join(names).encode()).digest()
-        value = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=device)
-        found = [torch.zeros_like(value) for _ in ranks]
-        dist.all_gather(found, value, group=group)
-        if any(int(v) != int(value) for v in found):
-            raise PlanError(
-                f"stream '{stream}': ranks {', '.join(map(str, ranks))} do not agree on its {len(names)} actions, of "
-                f"which rank {rank} has first {names[0]}"
-            )
-    return groups

@@ -47,6 +47,11 @@ def plan_faults(plan: Plan, graph: TrainingGraph, world_size: int) -> list[str]:
     used = len(graph.devices())
     if world_size != used:
         faults.append(f"world size is {world_size}; the plan uses {used} devices, one rank each")
+    levels: dict[tuple[int, int], int] = {}
+    for block in graph.gradient_blocks:  # what one rank holds alone is not shared out, whatever the level
+        for held in block.holders:
+            key = held.pipeline, held.stage
+            levels[key] = max(levels.get(key, 0), block.zero)
     for stage in graph.stages():
         if stage.tensor_parallel_size > 1:
             faults.append(
@@ -54,16 +59,11 @@ def plan_faults(plan: Plan, graph: TrainingGraph, world_size: int) -> list[str]:
             )
         if "selective" in stage.recompute:
             faults.append(f"stage {stage.tag}: recompute 'selective' cannot be run yet; allowed: none, full")
-        if any(stage.zero):
-            faults.append(f"stage {stage.tag}: ZeRO level {max(stage.zero)} cannot be run yet; only 0")
+        level = levels.get((stage.pipeline, stage.index), 0)
+        if level:
+            faults.append(f"stage {stage.tag}: ZeRO level {level} cannot be run yet; only 0")
         if stage.sharded:
             faults.append(f"stage {stage.tag}: experts shared out over members cannot be run yet")
-    for row in graph.rows:
-        if any(each.kind in "IW" for each in row.passes()):
-            faults.append(f"devices {row.members}: backwards split into I and W cannot be run yet")
-        held = graph.groups()[row.members]
-        if len(held) > 1:
-            faults.append(f"devices {row.members} hold {len(held)} stages; one stage per rank can be run yet")
     return faults
 
 
@@ -185,11 +185,11 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def weights_digest(stage: LiveStage) -> dict[str, int]:
+def weights_digest(held: Mapping[str, nn.Parameter], layout: BlockLayout) -> dict[str, int]:
     """One number per held parameter, equal exactly where every bit of the parameter is."""
     out = {}
-    for name, parameter in stage.held.items():
-        group = next((g for g in stage.layout.tied if name in g), (name,))
+    for name, parameter in held.items():
+        group = next((g for g in layout.tied if name in g), (name,))
         raw = parameter.detach().contiguous().reshape(-1).view(torch.int32)
         # Positions weigh in, so that swapped values do not cancel; arithmetic wraps. Piecewise, for memory's sake.
         total, at = torch.zeros((), dtype=torch.int64, device=raw.device), 0

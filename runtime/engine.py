@@ -19,12 +19,15 @@ from autopiper._data import data
 from autopiper.errors import PlanError, RuntimeFault
 from autopiper.plan import Event, Plan
 from autopiper.runtime import batches, checks
-from autopiper.runtime.channels import Channel, make_groups
+from autopiper.runtime.channels import Channel
 from autopiper.runtime.gradients import make_buffers, match_tied
+from autopiper.runtime.groups import Groups, holder_ranks
 from autopiper.runtime.handlers import Handlers, InputsFunction, LossFunction
 from autopiper.runtime.interpreter import Interpreter
 from autopiper.runtime.lanes import make_lanes, now_s
-from autopiper.runtime.stages import ModuleOrFactory, build_stage, open_module
+from autopiper.runtime.places import LivePlace
+from autopiper.runtime.stages import ModuleOrFactory, build_stage, held_by, open_module
+from autopiper.runtime.totals import Totals
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -91,7 +94,7 @@ class Engine:
             try:
                 self._build(module_or_factory, dtype, seed, state)
                 self._per_block = {i: _optimizer(optimizer, b.parameters) for i, b in self._buffers.items()}
-                facts["the initial value of"] = checks.weights_digest(self.stage)
+                facts["the initial value of"] = checks.weights_digest(self.held, self.layout)
             except PlanError as error:
                 faults = list(error.faults) or [str(error)]
             except Exception as error:
@@ -99,18 +102,24 @@ class Engine:
         checks.agree(faults, facts, cause)
 
         self._lanes = make_lanes(self.device)
-        groups = self._groups = make_groups(programs, self.rank, self.device)
-        channels = {}
-        for stream, group in groups.items():
-            if program.streams[stream][0].kind.startswith(("SEND", "RECV")):
-                peer = next(r for r in dist.get_process_group_ranks(group) if r != self.rank)
-                channels[stream] = Channel(group, peer, self.device, self._lanes)
+        self._groups = Groups(graph, programs, self.rank, self.device)
+        channels = {
+            stream: Channel(group, peer, self.device, self._lanes)
+            for stream, (group, peer) in self._groups.channels.items()
+        }
         names = tuple(i.name for i in plan.model.inputs)
         self.optimizers = tuple(self._per_block.values())
         self._custom_inputs = inputs is not None
+        places = [
+            LivePlace(graph, program, place, stage, channels)
+            for place, stage in zip(program.places, self.stages, strict=True)
+        ]
+        self._totals = Totals(
+            self._buffers, self._per_block, self._groups, plan.training.clip_grad_norm, self.device, self.rank
+        )
         self._handlers = Handlers(
-            graph, program, self.stage, channels, groups, self._buffers, self._per_block, loss_fn,
-            inputs or (lambda batch: batches.module_inputs(batch, names)), self._lanes, self.device, self.rank,
+            graph, program, places, channels, self._totals, loss_fn,
+            inputs or (lambda batch: batches.module_inputs(batch, names)), self._lanes, self.device,
         )  # fmt: skip
         self._interpreter = Interpreter(program, self._handlers.table(), self._lanes, self.rank)
         self._handlers.interpreter = self._interpreter
@@ -119,9 +128,8 @@ class Engine:
         self._started = self._faulted = self._closed = False
 
     def _build(self, given: ModuleOrFactory, dtype: torch.dtype, seed: int, state: Mapping[str, Tensor] | None) -> None:
-        """Build this rank's stage and gradient buffers. Raises PlanError with everything that differs from the plan."""
-        model, graph, place = self.plan.model, self._graph, self._program.places[0]
-        part = graph.stage(place.pipeline, place.stage)
+        """Build this rank's stages and gradient buffers. Raises PlanError with everything that differs from the plan."""
+        model, graph, places = self.plan.model, self._graph, self._program.places
         example = {
             spec.name: torch.zeros((1, *spec.shape), dtype=getattr(torch, spec.dtype, dtype)) for spec in model.inputs
         }
@@ -131,20 +139,24 @@ class Engine:
             raise PlanError("another module", faults)
         sizes = {n: module.get_parameter(n).numel() for b in layout.blocks for n in b.parameters}
         tied = match_tied(model, layout, sizes)
-        self.stage = build_stage(
-            module, layout, part.start, part.stop, recompute=part.recompute, device=self.device, seed=seed, state=state,
-            example_inputs=example, samples={row[place.member] for row in part.slices} - {0},
+        parts = [graph.stage(place.pipeline, place.stage) for place in places]
+        self.layout = layout
+        self.stages = tuple(
+            build_stage(
+                module, layout, part.start, part.stop, recompute=part.recompute, device=self.device, seed=seed,
+                state=state, example_inputs=example, samples={row[place.member] for row in part.slices} - {0},
+            )
+            for place, part in zip(places, parts, strict=True)
         )  # fmt: skip
-        faults = checks.stage_faults(self.stage, dtype)
+        """Live stages, in the order of the places of this rank's Program."""
+        self.held = held_by(self.stages)
+        """Parameters that this rank holds, by their names in the whole module, each once."""
+        faults = list(dict.fromkeys(fault for stage in self.stages for fault in checks.stage_faults(stage, dtype)))
         if faults:
             raise PlanError("another module", faults)
-        ranks = {device: rank for rank, device in enumerate(graph.devices())}
-        held = [
-            (block, sorted({ranks[graph.stage(h.pipeline, h.stage).members[h.member][0]] for h in block.holders}))
-            for block in graph.gradient_blocks
-            if place in block.holders
-        ]
-        self._buffers = make_buffers(held, self.stage, tied)
+        ranks = holder_ranks(graph)
+        held = [(b, ranks[b.index]) for b in graph.gradient_blocks if self.rank in ranks[b.index]]
+        self._buffers = make_buffers(held, self.stages, tied)
 
     def step(self, batch: Any, *, whole: bool = False) -> StepResult:
         """Train one step and return its loss.
@@ -158,7 +170,7 @@ class Engine:
             raise RuntimeFault(f"rank {self.rank}: this engine cannot train on: {state}; start the job anew")
         start = now_s()
         expected = self.plan.training.global_batch_size if whole else len(self.samples)
-        faults = checks.batch_faults(self.plan.model, self.stage.layout, batch, expected, self._custom_inputs)
+        faults = checks.batch_faults(self.plan.model, self.layout, batch, expected, self._custom_inputs)
         if not self._started:
             checks.agree(faults, {})
             self._started = True
@@ -168,13 +180,13 @@ class Engine:
         try:
             log = self._interpreter.run()
             self._lanes.synchronize()
-            total, weight = self._handlers.loss_and_weight.tolist()
+            total, weight = self._totals.loss_and_weight.tolist()
             if weight == 0:
                 raise RuntimeFault(f"rank {self.rank}: the weight of the whole global batch is 0; nothing to train on")
         except BaseException:
             self._fail()
             raise
-        norm = self._handlers.scales()[1]
+        norm = self._totals.scales()[1]
         return StepResult(
             loss=total / weight, grad_norm=None if norm is None else float(norm), step_time_s=now_s() - start, log=log
         )
@@ -186,7 +198,7 @@ class Engine:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the last step of what this rank holds, divided and clipped, by parameter name."""
-        return {name: p.grad.detach() for name, p in self.stage.held.items() if p.grad is not None}
+        return {name: p.grad.detach() for name, p in self.held.items() if p.grad is not None}
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the whole model on every rank. All ranks call it; meant for small models."""
@@ -194,7 +206,7 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return all parameters of the whole module, on every rank. All ranks call it; meant for small models."""
-        return self._gather({name: p.detach() for name, p in self.stage.held.items()})
+        return self._gather({name: p.detach() for name, p in self.held.items()})
 
     def _gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Merge what the ranks hold, tied parameters under all their names."""
@@ -204,10 +216,10 @@ class Engine:
         merged: dict[str, Tensor] = {}
         for theirs in reversed(found):
             merged.update(theirs)
-        for group in self.stage.layout.tied:
+        for group in self.layout.tied:
             value = next(merged[n] for n in group if n in merged)
             merged.update(dict.fromkeys(group, value))
-        return {n: merged[n] for block in self.stage.layout.blocks for n in block.parameters}
+        return {n: merged[n] for block in self.layout.blocks for n in block.parameters}
 
     def close(self) -> None:
         """Wait until all messages have arrived and give the engine's communicators back.
@@ -218,8 +230,7 @@ class Engine:
             return
         self._closed = True
         self._lanes.drain()
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
+        self._groups.close()
 
     def __enter__(self) -> Engine:
         return self

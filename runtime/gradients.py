@@ -8,6 +8,7 @@ the bucket's lowest block. A tied parameter is a gradient block of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from autopiper.ir import GradientBlock
 from autopiper.model.layout import BlockLayout
 from autopiper.model.spec import Model
 from autopiper.runtime.stages import LiveStage
+
+Result = TypeVar("Result")
 
 
 class GradientBuffer:
@@ -73,20 +76,25 @@ def match_tied(model: Model, layout: BlockLayout, sizes: Mapping[str, int]) -> l
 
 
 def make_buffers(
-    held: Sequence[tuple[GradientBlock, Sequence[int]]], stage: LiveStage, tied: Sequence[tuple[str, ...]]
+    held: Sequence[tuple[GradientBlock, Sequence[int]]], stages: Sequence[LiveStage], tied: Sequence[tuple[str, ...]]
 ) -> dict[int, GradientBuffer]:
-    """Make the buffers of the gradient blocks that a stage holds; `held` gives each with its holders' ranks."""
+    """Make the buffers of the gradient blocks that a rank holds in its stages; `held` gives each with its ranks.
+
+    A tied parameter that several of the stages use is one parameter with one gradient.
+    """
     tied_names = {name for group in tied for name in group}
     out = {}
     for block, ranks in held:
         if block.kind == "tied":
             assert block.tied is not None
             names = set(tied[block.tied])
-            parameters = [p for n, p in stage.held.items() if n in names][:1]
+            parameters = [p for stage in stages for n, p in stage.held.items() if n in names][:1]
         else:
             parameters = [
                 p
                 for b in block.blocks
+                for stage in stages
+                if stage.start <= b < stage.stop
                 for n, p in reversed(stage.block_parameters(b))
                 if not {n, *_aliases(stage.layout, n)} & tied_names
             ]
@@ -120,17 +128,16 @@ class BackwardWatch:
                 lambda _, block=owner[key]: self._arrived(block)
             )
 
-    def begin(self, tell: Callable[[int], None]) -> None:
-        """Watch the backward that comes; call `tell(block)` for each block that it passes."""
+    def over(self, tell: Callable[[int], None] | None, run: Callable[[], Result]) -> Result:
+        """Run a backward and return what it returns; call `tell(block)` for each block that it passes."""
         self._tell = tell
         self._left = dict(self._expected)
         self._next = 0
-
-    def end(self) -> None:
-        """The backward is over: it has passed every block."""
-        while self._tell is not None and self._next < len(self._blocks):
+        result = run()
+        while self._tell is not None and self._next < len(self._blocks):  # it is over: it has passed every block
             self._pass()
         self._tell = None
+        return result
 
     def _arrived(self, block: int) -> None:
         if self._tell is None:

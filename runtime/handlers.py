@@ -1,39 +1,38 @@
-"""What each kind of action does on a rank that holds one stage."""
+"""What each kind of pass and message does on a rank, which holds one stage or several."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopiper.errors import RuntimeFault
 from autopiper.ir import TrainingGraph
-from autopiper.plan import Action, Place, Program
+from autopiper.plan import Action, Program
 from autopiper.runtime import batches
+from autopiper.runtime.backward import Flow
 from autopiper.runtime.channels import Channel, Form, enter, take_apart
-from autopiper.runtime.gradients import BackwardWatch, GradientBuffer
 from autopiper.runtime.interpreter import Handler, Interpreter
-from autopiper.runtime.lanes import Collective, Lanes, Pending
-from autopiper.runtime.stages import LiveStage
+from autopiper.runtime.lanes import Lanes, Pending
+from autopiper.runtime.places import LivePlace
+from autopiper.runtime.totals import Totals
 
 LossFunction = Callable[[Any, Any], Any]
 InputsFunction = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 Parts = list[tuple[tuple[int, int], list[Tensor]]]
-
-
-class _Flow:
-    """A micro-batch between its F and its B: what the backward starts from and what it ends in."""
-
-    def __init__(self, received: list[Tensor], roots: list[Any]) -> None:
-        self.received, self.roots = received, roots
+Message = tuple[tuple[int, int], str, int]
+"""(pipeline, stage), F or B, micro-batch."""
 
 
 class Handlers:
-    """State of one rank during a step, and a method per kind of action."""
+    """State of one rank during a step, and a method per kind of action.
+
+    Neighbouring stages on one rank hand tensors over without a message; each still runs as a graph of its own, so
+    that their backwards are passes of their own.
+    """
 
     interpreter: Interpreter
 
@@ -41,65 +40,58 @@ class Handlers:
         self,
         graph: TrainingGraph,
         program: Program,
-        stage: LiveStage,
+        places: Sequence[LivePlace],
         channels: Mapping[str, Channel],
-        groups: Mapping[str, dist.ProcessGroup],
-        buffers: Mapping[int, GradientBuffer],
-        optimizers: Mapping[int, torch.optim.Optimizer],
+        totals: Totals,
         loss_fn: LossFunction,
         inputs_fn: InputsFunction,
         lanes: Lanes,
         device: torch.device,
-        rank: int,
     ) -> None:
-        self._graph, self._stage, self._channels, self._groups = graph, stage, channels, groups
-        self._buffers, self._optimizers = buffers, optimizers
-        self._loss_fn, self._inputs_fn, self._lanes = loss_fn, inputs_fn, lanes
-        self._device, self._rank = device, rank
-        self._place: Place = program.places[0]
-        self._graph_stage = graph.stage(self._place.pipeline, self._place.stage)
-        self._sends = Counter((a.kind, a.micro_batch) for a in program.actions() if a.kind.startswith("SEND"))
-        self._watch = BackwardWatch(stage)
-        self._form: Form | None = None
+        self._graph, self._channels, self._totals = graph, channels, totals
+        self._places = {place.key: place for place in places}
+        self._loss_fn, self._inputs_fn, self._lanes, self._device = loss_fn, inputs_fn, lanes, device
+        self._sends = Counter(
+            (self._key(a), a.kind[-1], a.micro_batch) for a in program.actions() if a.kind.startswith("SEND")
+        )
 
     def table(self) -> dict[str, Handler]:
         """Return the handler of each kind."""
         return {
-            "F": self._forward, "B": self._backward, "SEND_F": self._send, "SEND_B": self._send,
-            "RECV_F": self._receive, "RECV_B": self._receive, "REDUCE_GRAD": self._reduce, "LOSS": self._loss,
-            "NORM": self._norm, "UPDATE": self._update,
+            "F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight,
+            "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
+            **self._totals.table(),
         }  # fmt: skip
 
     def begin(self, batch: Any, first_sample: Mapping[int, int]) -> None:
         """Begin a step on a batch; `first_sample` maps samples of the global batch to positions in it."""
         self._batch, self._position = batch, first_sample
-        self._flows: dict[int, _Flow] = {}
-        self._inbox: dict[tuple[str, int], Parts] = {}
-        self._outbox: dict[tuple[str, int], tuple[list[Tensor], Form, int]] = {}
+        self._flows: dict[tuple[tuple[int, int], int], Flow] = {}
+        self._inbox: dict[Message, Parts] = {}
+        self._outbox: dict[Message, tuple[list[Tensor], Form, int]] = {}
         self._left = dict(self._sends)
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        self.norm: Tensor | None = None
-        for buffer in self._buffers.values():
-            buffer.clear()
+        self._totals.begin()
 
-    @property
-    def loss_and_weight(self) -> Tensor:
-        """Global loss sum and weight, float64; after LOSS."""
-        return self._sums
+    @staticmethod
+    def _key(action: Action) -> tuple[int, int]:
+        assert action.stage is not None
+        return action.pipeline, action.stage
 
-    def _range(self, micro_batch: int) -> tuple[int, int]:
-        return self._graph_stage.ranges(micro_batch)[self._place.member]
+    def _at(self, action: Action) -> tuple[LivePlace, int]:
+        """Return where an action happens, and for which micro-batch."""
+        assert action.micro_batch is not None
+        return self._places[self._key(action)], action.micro_batch
 
-    def _own(self, micro_batch: int) -> Any:
-        """This rank's samples of a micro-batch."""
-        start, stop = batches.sample_range(self._graph, self._place, micro_batch)
+    def _own(self, here: LivePlace, micro_batch: int) -> Any:
+        """This place's samples of a micro-batch."""
+        start, stop = batches.sample_range(self._graph, here.place, micro_batch)
         at = self._position[start]
         return batches.cut(self._batch, at, at + stop - start, self._device)
 
-    def _assemble(self, kind: str, micro_batch: int, form: Form) -> list[Tensor]:
+    def _assemble(self, here: LivePlace, kind: str, micro_batch: int, form: Form) -> list[Tensor]:
         """Join what arrived of a micro-batch, region by region."""
-        parts = sorted(self._inbox.pop((kind, micro_batch), []), key=lambda part: part[0])
-        start, stop = self._range(micro_batch)
+        parts = sorted(self._inbox.pop((here.key, kind, micro_batch), []), key=lambda part: part[0])
+        start, stop = here.range(micro_batch)
         for (low, high), tensors in parts:
             if low != start:
                 break
@@ -111,38 +103,54 @@ class Handlers:
             return parts[0][1]
         return [torch.cat([tensors[i] for _, tensors in parts]) for i in range(len(form.tensors))]
 
+    def _hand_over(self, here: LivePlace, kind: str, micro_batch: int, tensors: Sequence[Tensor], form: Form) -> None:
+        """Give a neighbour on this rank its samples, and lay out for sending what others get."""
+        start, stop = here.range(micro_batch)
+        pipeline, stage = here.key
+        neighbour = self._places.get((pipeline, stage + (1 if kind == "F" else -1)))
+        if neighbour is not None:
+            low, high = neighbour.range(micro_batch)
+            low, high = max(low, start), min(high, stop)
+            if low < high:
+                pieces = [t[low - start : high - start] for t in tensors]
+                if kind == "F":  # what was put out may be kept for a backward, and the neighbour may work in place
+                    pieces = [t.clone(memory_format=torch.contiguous_format) for t in pieces]
+                    neighbour.received = form
+                self._inbox.setdefault((neighbour.key, kind, micro_batch), []).append(((low, high), pieces))
+        if self._left.get((here.key, kind, micro_batch)):
+            self._outbox[here.key, kind, micro_batch] = ([t.contiguous() for t in tensors], form, start)
+
     def _forward(self, action: Action) -> None:
-        micro_batch = _number(action.micro_batch)
-        start, stop = self._range(micro_batch)
-        stage, received = self._stage, list[Tensor]()
-        own = self._own(micro_batch) if stage.first or stage.last else None
+        here, micro_batch = self._at(action)
+        start, stop = here.range(micro_batch)
+        stage, received = here.stage, list[Tensor]()
+        own = self._own(here, micro_batch) if stage.first or stage.last else None
         if stage.first:
             args, kwargs = self._inputs_fn(own)
             output = stage(*args, **kwargs)
         else:
-            form = self._received_form
+            form = here.received
+            if form is None:
+                raise RuntimeFault("nothing was received")
             received = [
                 t.requires_grad_(f.grad)
-                for t, f in zip(self._assemble("F", micro_batch, form), form.tensors, strict=True)
+                for t, f in zip(self._assemble(here, "F", micro_batch, form), form.tensors, strict=True)
             ]
             output = stage(form.build([enter(t) if t.requires_grad else t for t in received]))
         if stage.last:
             loss_sum, weight = self._loss_of(output, own, stop - start)
-            self._sums += torch.stack([loss_sum.detach(), weight]).to(self._sums)
-            self._flows[micro_batch] = _Flow(received, [loss_sum])
+            self._totals.add(loss_sum, weight)
+            self._flows[here.key, micro_batch] = Flow(received, [loss_sum])
             return
         tensors, form = take_apart(output, stop - start, f"stage {stage.start}..{stage.stop - 1}")
-        if self._form is None:
-            self._form = form
-            for name, channel in self._channels.items():
-                if name.endswith(":B"):  # what comes back has the form of what went out
-                    channel.learn(form.gradients())
-        elif form != self._form:
-            raise RuntimeFault(f"the stage put out {form.text}; before it was {self._form.text}")
+        if here.put_out is None:
+            here.learn(form)
+        elif form != here.put_out:
+            raise RuntimeFault(f"the stage put out {form.text}; before it was {here.put_out.text}")
         # Only the way back is kept: the output itself goes once it is sent.
         roots = [torch.autograd.graph.get_gradient_edge(t) for t in tensors if t.requires_grad]
-        self._flows[micro_batch] = _Flow(received, roots)
-        self._outbox["F", micro_batch] = ([t.detach().contiguous() for t in tensors], form, start)
+        self._flows[here.key, micro_batch] = Flow(received, roots)
+        self._hand_over(here, "F", micro_batch, [t.detach() for t in tensors], form)
 
     def _loss_of(self, output: Any, batch: Any, samples: int) -> tuple[Tensor, Tensor]:
         value = self._loss_fn(output, batch)
@@ -163,80 +171,58 @@ class Handlers:
             )
         return loss.reshape(()), torch.as_tensor(weight, dtype=torch.float64, device=self._device).detach().reshape(())
 
+    def _arrived(self, here: LivePlace, micro_batch: int) -> Flow:
+        """Return a micro-batch with what came back from the next stage."""
+        flow = self._flows[here.key, micro_batch]
+        if not here.stage.last and here.put_out is not None:
+            flow.arrive(self._assemble(here, "B", micro_batch, here.put_out.gradients()))
+        return flow
+
+    def _back(self, here: LivePlace, micro_batch: int, gradients: Sequence[Tensor]) -> None:
+        if not here.stage.first:
+            assert here.received is not None
+            self._hand_over(here, "B", micro_batch, gradients, here.received.gradients())
+
+    def _teller(self, action: Action) -> Callable[[int], None] | None:
+        """What to call when a backward that is waited for block by block has passed one."""
+        if action.text not in self.interpreter.watched:
+            return None
+        return lambda block: self.interpreter.passed(action.text, block)
+
     def _backward(self, action: Action) -> None:
-        micro_batch = _number(action.micro_batch)
-        flow = self._flows.pop(micro_batch)
-        gradients: list[Tensor | None] = [None] * len(flow.roots)
-        if not self._stage.last and self._form is not None:
-            gradients = list(self._assemble("B", micro_batch, self._form.gradients()))
-        if action.text in self.interpreter.watched:
-            self._watch.begin(lambda block: self.interpreter.passed(action.text, block))
-        if flow.roots:
-            torch.autograd.backward(flow.roots, gradients)
-        self._watch.end()
-        if not self._stage.first:
-            wanted = [t for t in flow.received if t.requires_grad]
-            out = [(torch.zeros_like(t) if t.grad is None else t.grad).contiguous() for t in wanted]
-            self._outbox["B", micro_batch] = (out, self._received_form.gradients(), self._range(micro_batch)[0])
+        here, micro_batch = self._at(action)
+        flow = self._arrived(here, micro_batch)
+        del self._flows[here.key, micro_batch]
+        self._back(here, micro_batch, here.watch.over(self._teller(action), flow.whole))
+
+    def _backward_input(self, action: Action) -> None:
+        here, micro_batch = self._at(action)
+        self._back(here, micro_batch, self._arrived(here, micro_batch).for_inputs())
+
+    def _backward_weight(self, action: Action) -> None:
+        here, micro_batch = self._at(action)
+        flow = self._flows.pop((here.key, micro_batch))
+        here.watch.over(self._teller(action), lambda: flow.for_weights(here.parameters))
 
     def _send(self, action: Action) -> None:
-        kind, micro_batch = action.kind[-1], _number(action.micro_batch)
-        tensors, form, start = self._outbox[kind, micro_batch]
+        here, micro_batch = self._at(action)
+        message = (here.key, action.kind[-1], micro_batch)
+        tensors, form, start = self._outbox[message]
         low, high = action.samples or (0, 0)
         pieces = [t[low - start : high - start] for t in tensors]
-        self._channels[action.stream].send(pieces, form, announce=kind == "F", over=self.interpreter.sending(action))
-        self._left[action.kind, micro_batch] -= 1
-        if not self._left[action.kind, micro_batch]:
-            del self._outbox[kind, micro_batch]
+        over = self.interpreter.sending(action)
+        self._channels[action.stream].send(pieces, form, announce=message[1] == "F", over=over)
+        self._left[message] -= 1
+        if not self._left[message]:
+            del self._outbox[message]
 
     def _receive(self, action: Action) -> Pending:
+        here, micro_batch = self._at(action)
         kind, region = action.kind[-1], action.samples or (0, 0)
 
         def arrived(tensors: list[Tensor], form: Form) -> None:
             if kind == "F":
-                self._received_form = form
-            self._inbox.setdefault((kind, _number(action.micro_batch)), []).append((region, tensors))
+                here.received = form
+            self._inbox.setdefault((here.key, kind, micro_batch), []).append((region, tensors))
 
-        channel = self._channels[action.stream]
-        return channel.receive(region[1] - region[0], announced=kind == "F", then=arrived)
-
-    def _reduce(self, action: Action) -> Pending:
-        buffer = self._buffers[_number(action.gradient_block)]
-        return self._sum(buffer.bucket(_number(action.bucket)), action.stream)
-
-    def _sum(self, tensor: Tensor, stream: str, then: Callable[[], None] | None = None) -> Pending:
-        """Sum a tensor in place over the ranks of a stream."""
-        group = self._groups.get(stream)
-        work = None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
-        return Collective([] if work is None else [work], then)
-
-    def _loss(self, action: Action) -> Pending:
-        return self._sum(self._sums, action.stream)
-
-    def _norm(self, action: Action) -> Pending:
-        """Sum of squares of the summed gradients, every parameter counted by its first holder."""
-        first = [b.flat for b in self._buffers.values() if b.ranks[0] == self._rank]
-        squares = [torch.linalg.vector_norm(f, dtype=torch.float64).square() for f in first]
-        total = torch.stack(squares).sum() if squares else self._sums.new_zeros(())
-        self.norm = total
-        return self._sum(total, action.stream)
-
-    def scales(self) -> tuple[Tensor, Tensor | None]:
-        """Return the global weight, and the gradient norm where it is asked for; after LOSS and NORM."""
-        weight = torch.where(self._sums[1] == 0, 1.0, self._sums[1])
-        return weight, None if self.norm is None else self.norm.sqrt() / weight
-
-    def _update(self, action: Action) -> None:
-        index = _number(action.gradient_block)
-        buffer = self._buffers[index]
-        weight, norm = self.scales()
-        buffer.flat.div_(weight.to(buffer.flat.dtype))
-        limit = self._graph.training.clip_grad_norm
-        if norm is not None and limit is not None:  # as torch.nn.utils.clip_grad_norm_ does
-            buffer.flat.mul_((limit / (norm + 1e-6)).clamp(max=1.0).to(buffer.flat.dtype))
-        self._optimizers[index].step()
-
-
-def _number(value: int | None) -> int:
-    assert value is not None
-    return value
+        return self._channels[action.stream].receive(region[1] - region[0], announced=kind == "F", then=arrived)

@@ -45,7 +45,14 @@ def materialise(
             if first is not None:  # filled last, whoever filled it before
                 order.append(first.rpartition(".")[0])
     for name in order:
-        _initialise(module, name, module.get_submodule(name), seed)
+        sub = module.get_submodule(name)
+        inside = [*sub.parameters(), *sub.buffers()]
+        if any(id(t) in fresh for t in inside):
+            # What another stage of this rank shares with this one has been filled before.
+            filled = [(t, t.detach().clone()) for t in inside if id(t) not in fresh and not t.is_meta]
+            _initialise(module, name, sub, seed)
+            for given, before in filled:
+                given.data.copy_(before)
     for name, sub in held.items():
         for leaf, tensor in [*sub._parameters.items(), *sub._buffers.items()]:
             full = f"{name}.{leaf}" if name else leaf

@@ -103,6 +103,15 @@ class LiveStage(nn.Module):
         return self.body(*args, **kwargs)
 
 
+def held_by(stages: Iterable[LiveStage]) -> dict[str, nn.Parameter]:
+    """Return the parameters of several stages of one module by name; what several of them use, once."""
+    seen: dict[int, str] = {}
+    for stage in stages:
+        for name, parameter in stage.held.items():
+            seen.setdefault(id(parameter), name)
+    return {n: p for stage in stages for n, p in stage.held.items() if seen[id(p)] == n}
+
+
 class _Sequential(nn.Module):
     """Children of an nn.Sequential, one after another."""
 

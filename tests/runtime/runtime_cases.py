@@ -240,7 +240,7 @@ def describe(name: str, precision: str) -> Model:
     return Model.from_module(make_module(name, precision), inputs_of(name, batch), name=name)
 
 
-def _split(draw: random.Random, total: int, parts: int, least: int) -> list[int]:
+def split(draw: random.Random, total: int, parts: int, least: int) -> list[int]:
     """Share `total` into so many numbers of at least `least`."""
     left = total - least * parts
     marks = sorted(draw.randint(0, left) for _ in range(parts - 1))
@@ -254,10 +254,10 @@ def random_strategy(draw: random.Random, num_blocks: int, precision: str, clip: 
     draw.shuffle(ranks)
     pipelines, families = [], []
     square = world == 4 and draw.random() < 0.3  # two members to two members
-    for size in [4] if square else _split(draw, world, draw.randint(1, min(3, world)), 1):
+    for size in [4] if square else split(draw, world, draw.randint(1, min(3, world)), 1):
         mine, ranks = ranks[:size], ranks[size:]
         sizes = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 4)))
-        groups = [2, 2] if square else _split(draw, size, draw.randint(1, size), 1)
+        groups = [2, 2] if square else split(draw, size, draw.randint(1, size), 1)
         cuts = [0, *sorted(draw.sample(range(1, num_blocks), len(groups) - 1)), num_blocks]
         stages = []
         for group, start, stop in zip(groups, cuts[:-1], cuts[1:], strict=True):
@@ -268,7 +268,7 @@ def random_strategy(draw: random.Random, num_blocks: int, precision: str, clip: 
                     stop=stop,
                     group=Group(
                         members=tuple((m,) for m in members),
-                        slices=tuple(tuple(_split(draw, s, group, 0)) for s in sizes),
+                        slices=tuple(tuple(split(draw, s, group, 0)) for s in sizes),
                     ),
                     recompute=tuple(draw.choice(("none", "full")) for _ in range(stop - start)),
                 )

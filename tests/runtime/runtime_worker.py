@@ -71,7 +71,7 @@ def run(plan: Plan, case: cases.Case, rank: int) -> dict[str, Any]:
         if step == 0:
             out["gradients"] = engine.full_gradients()
     out["parameters"] = engine.full_state_dict()
-    out["own_parameters"] = {n: p.detach() for n, p in engine.stage.held.items()}
+    out["own_parameters"] = {n: p.detach() for n, p in engine.held.items()}
     engine.close()
     out["events"] = [(e.action, e.start_s, e.end_s) for e in result.events]
     return out
