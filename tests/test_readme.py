@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,15 @@ def test_every_option_of_its_commands_exists() -> None:
         known = {name for p in command.get_params(typer.Context(command)) for name in p.opts}
         assert {w for w in words if w.startswith("-")} <= known, line
         assert all((ROOT / w).exists() for w in words if w.startswith("examples/")), line
+
+
+def test_the_example_by_hand_trains(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/hand_written.py")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sum(line.startswith("proved: ") for line in done.stdout.splitlines()) >= 6
+    found = re.search(r"^trained: loss ([\d.]+) -> ([\d.]+), the same on every rank$", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout
+    assert float(found[2]) < float(found[1]) / 2
