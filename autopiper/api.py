@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autopiper._data import require
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import AutoPiperError, ClusterError, CostError, PlanError
-from autopiper.inputs import as_cluster, as_model, as_training, length_notes, usable
+from autopiper.inputs import as_cluster, as_model, as_training, length_notes, of_types, usable
 from autopiper.model.spec import Model
 from autopiper.plan.costs import CostTable
 from autopiper.plan.plan import Plan, Provenance
@@ -106,7 +106,8 @@ def _lowered(
     graph = ir.build(strategy, model, cluster)
     if costs is None:
         largest = max(max(row) for stage in graph.stages() for row in stage.slices)
-        costs = analytic(model, cluster, graph.training, max_samples=largest)
+        used = of_types(cluster, {cluster.device(d).type.name for d in graph.devices()})
+        costs = analytic(model, used, graph.training, max_samples=largest)
     for name in ("precision", "optimizer"):
         priced, trained = getattr(costs, name), getattr(graph.training, name)
         if priced is not None and priced != trained:

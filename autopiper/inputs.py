@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +159,11 @@ def usable(cluster: Cluster, training: Training, space: Space) -> tuple[Cluster,
         for name in types
         if name not in able
     )
-    nodes = [
-        replace(n, devices=tuple(d for d in n.devices if d in able)) for n in cluster.nodes if {*n.devices} & {*able}
-    ]
-    return replace(cluster, nodes=tuple(nodes)), notes
+    return of_types(cluster, able), notes
+
+
+def of_types(cluster: Cluster, names: Iterable[str]) -> Cluster:
+    """Return the devices of these types alone, for pricing them."""
+    kept = set(names)
+    nodes = [replace(n, devices=tuple(d for d in n.devices if d in kept)) for n in cluster.nodes if {*n.devices} & kept]
+    return replace(cluster, nodes=tuple(nodes))

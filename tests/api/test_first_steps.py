@@ -118,3 +118,17 @@ def test_the_table_of_a_small_model_without_tokens() -> None:
     assert "Compared    with nothing: it was not searched" in table
     assert f"{timeline.peak_memory_bytes[0] / 2**20:.1f} MiB / " in table
     assert re.search(r"^Notes +kept$", table, flags=re.MULTILINE)
+
+
+def test_only_the_device_types_that_a_strategy_uses_are_priced() -> None:
+    mixed = ap.Cluster.from_file(Path(__file__).parents[2] / "examples/clusters/a100-v100.toml")
+    model = ap.Model.transformer(
+        num_layers=4, hidden_size=64, num_attention_heads=4, sequence_length=64, vocab_size=128
+    )  # fmt: skip
+    ids = [d.id for d in mixed.devices() if d.type.name == "a100-80g"][:2]
+    strategy = ap.Strategy.uniform(
+        model, mixed, ap.Training(global_batch_size=4), pipeline_parallel_size=2, devices=ids
+    )
+    plan = ap.make_plan(strategy, model, mixed)
+    assert plan.training.precision == "bf16", "the V100s, which lack it, are not used"
+    assert {b.device_type for b in plan.costs.blocks} == {"a100-80g"}
