@@ -18,7 +18,7 @@ from autopiper.costmodel.peaks import memory
 from autopiper.costmodel.walks import Walks, prepare
 from autopiper.ir.graph import TrainingGraph
 from autopiper.ir.joint import Joint
-from autopiper.ir.lower import RECEIVE_DEPTH
+from autopiper.ir.regions import RECEIVE_DEPTH
 from autopiper.plan.actions import COMPUTE_STREAM, Program
 from autopiper.plan.costs import CostTable
 

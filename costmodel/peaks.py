@@ -10,7 +10,7 @@ from autopiper.costmodel.durations import Durations
 from autopiper.costmodel.memory import boundary_bytes, stage_kept_bytes, stage_static_bytes, stage_workspace_bytes
 from autopiper.ir.graph import GraphStage
 from autopiper.ir.joint import Joint
-from autopiper.ir.lower import RECEIVE_DEPTH
+from autopiper.ir.regions import RECEIVE_DEPTH
 from autopiper.model.spec import Model
 from autopiper.plan.actions import COMPUTE_STREAM, Action
 from autopiper.plan.costs import PriceIndex

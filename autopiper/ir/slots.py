@@ -6,7 +6,7 @@ takes part in the collectives of the chain, with nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from autopiper._data import data
 from autopiper.ir.graph import GradientBlock, GraphStage, Row, TrainingGraph
@@ -80,19 +80,19 @@ class Chain:
     last: int
 
 
-def gather_chains(order: list[Slot], block: GradientBlock, bucket: int) -> list[Chain]:
+def gather_chains(order: Sequence[Slot], block: GradientBlock, bucket: int) -> list[Chain]:
     """Return the chains of slots that need the parameters of a bucket: passes that follow each other share one."""
     piece = block.buckets[bucket]
     low, high = 2 * piece.lowest_block, 2 * piece.highest_block + 1
     return _chains(order, block, lambda slot: slot.half_blocks[0] < high and slot.half_blocks[1] > low)
 
 
-def reduce_chains(order: list[Slot], block: GradientBlock) -> list[Chain]:
+def reduce_chains(order: Sequence[Slot], block: GradientBlock) -> list[Chain]:
     """Return the chains of backward slots whose gradients are summed at once: passes that follow each other."""
     return _chains(order, block, lambda slot: slot.it.kind in FINAL_KINDS)
 
 
-def _chains(order: list[Slot], block: GradientBlock, uses: Callable[[Slot], bool]) -> list[Chain]:
+def _chains(order: Sequence[Slot], block: GradientBlock, uses: Callable[[Slot], bool]) -> list[Chain]:
     home = block.holders[0]
     spans: dict[Pass, list[int]] = {}
     for position, slot in enumerate(order):

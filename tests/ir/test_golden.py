@@ -37,7 +37,7 @@ def experts() -> Model:
 
 def unlike_pipelines() -> tuple[Model, Strategy, int]:
     """Two pipelines of unlike depth, schedule and share; one stage shares each micro-batch unevenly."""
-    given = [
+    given: list[d.Directive] = [
         d.pipeline(0, [3, 3, 3]), d.cut(0, 0, blocks=(0, 2)), d.place({"PIPE": 0, "PP": 0}, [0]),
         d.cut(0, 1, blocks=(2, 4)), d.place({"PIPE": 0, "PP": 1}, [1, 2]),
         d.slices({"PIPE": 0, "PP": 1}, [[2, 1], [1, 2], [3, 0]]),
@@ -51,7 +51,7 @@ def unlike_pipelines() -> tuple[Model, Strategy, int]:
 def zero_bubble_with_zero_2() -> tuple[Model, Strategy, int]:
     """ZB-H1 over two stages of two members each, gradients sharded."""
     model = dense(4)
-    given = [
+    given: list[d.Directive] = [
         d.split({}, num_microbatches=3), d.cut(0, 0, blocks=(0, 2)), d.cut(0, 1, blocks=(2, 4)),
         d.place({"PP": 0}, [0, 1]), d.place({"PP": 1}, [2, 3]), d.replicate({}, shard_grads=True),
         d.order(schedule="zb-h1"),
@@ -61,7 +61,7 @@ def zero_bubble_with_zero_2() -> tuple[Model, Strategy, int]:
 
 def dual_pipe_v_of_experts() -> tuple[Model, Strategy, int]:
     """DualPipeV over two ranks of two members, experts divided over them, the rest under ZeRO 3."""
-    given = [
+    given: list[d.Directive] = [
         d.split({}, num_microbatches=4),
         *(d.cut(0, s, blocks=(s, s + 1)) for s in range(4)),
         *(d.place({"PP": s}, [0, 1] if s in (0, 3) else [2, 3]) for s in range(4)),
@@ -74,7 +74,7 @@ def dual_pipe_v_of_experts() -> tuple[Model, Strategy, int]:
 
 def dual_pipe() -> tuple[Model, Strategy, int]:
     """DualPipe: two pipelines in opposite directions over the same two ranks."""
-    given = []
+    given: list[d.Directive] = []
     for p, where in enumerate(([0, 1], [1, 0])):
         given += [d.pipeline(p, [1, 1]), d.cut(p, 0, blocks=(0, 2)), d.cut(p, 1, blocks=(2, 4))]
         given += [d.place({"PIPE": p, "PP": s}, [device]) for s, device in enumerate(where)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopiper.ir.graph import GraphStage
-from autopiper.ir.lower import RECEIVE_DEPTH
 from autopiper.ir.proofs.view import BACKWARD, View
+from autopiper.ir.regions import RECEIVE_DEPTH
 from autopiper.plan.actions import TRANSFER_KINDS
 
 Region = tuple[int, int]
