@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopiper._data import data
+from autopiper.runtime.backward import Flow
 from autopiper.runtime.channels import enter
 from autopiper.runtime.handlers import InputsFunction, LossFunction
 from autopiper.runtime.stages import LiveStage
@@ -71,8 +72,8 @@ class Bench:
         self._watch = Watch(device)
         self._gradients: list[Tensor | None] = []
         self._passes = 1
-        self.windows: tuple[list[float], list[float], list[float]] = ([], [], [])
-        """Seconds of forwards, of backwards, of backwards for the inputs alone: the mean of each window."""
+        self.windows: tuple[list[float], list[float], list[float], list[float]] = ([], [], [], [])
+        """Seconds of forwards, of backwards, of backwards for the inputs, for the weights: the mean of each window."""
 
     def _arrived(self) -> tuple[Any, list[Tensor]]:
         """Make what the stage before sent anew, as leaves of a new graph; return it and those that want a gradient."""
@@ -124,24 +125,34 @@ class Bench:
         return marks
 
     def window(self) -> None:
-        """Time forwards and backwards in turn; in every other window also backwards for the inputs alone."""
+        """Time forwards and backwards in turn; in every other window also backwards in their two halves."""
         means = self._watch.sums([self._pass() for _ in range(self._passes)])
         for times, mean_s in zip(self.windows, means, strict=False):
             times.append(mean_s)
         if len(self.windows[0]) % 2:
-            self.windows[2].append(self._input_window(math.ceil(self._passes / 2)))
+            for times, mean_s in zip(self.windows[2:], self._split_window(math.ceil(self._passes / 2)), strict=True):
+                times.append(mean_s)
 
-    def _input_window(self, passes: int) -> float:
+    def _split_window(self, passes: int) -> list[float]:
+        """Time I and W as the runtime does them."""
         marks = []
+        parameters = list(self._stage.held.values())
         for _ in range(passes):
             roots, wanted, output = self._forward()
             del output
-            if not roots or not wanted:
-                return 0.0
-            begin = self._watch.mark()
-            torch.autograd.grad(roots, wanted, self._gradients, allow_unused=True)
-            marks.append((begin, self._watch.mark()))
-        return self._watch.sums(marks)[0]
+            flow = Flow(wanted, roots, recomputes=self._stage.recomputes)
+            del roots
+            if not self._stage.last:
+                flow.arrive([g for g in self._gradients if g is not None])
+            row = [self._watch.mark()]
+            if wanted:
+                flow.for_inputs()
+            row.append(self._watch.mark())
+            flow.for_weights(parameters)
+            row.append(self._watch.mark())
+            marks.append(row)
+        means = self._watch.sums(marks)
+        return means if wanted else [0.0, means[1]]
 
     def update_windows(
         self, optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], repeats: int, window_s: float

@@ -140,7 +140,7 @@ class Handlers:
         if stage.last:
             loss_sum, weight = self._loss_of(output, own, stop - start)
             self._totals.add(loss_sum, weight)
-            self._flows[here.key, micro_batch] = Flow(received, [loss_sum])
+            self._flows[here.key, micro_batch] = Flow(received, [loss_sum], recomputes=stage.recomputes)
             return
         tensors, form = take_apart(output, stop - start, f"stage {stage.start}..{stage.stop - 1}")
         if here.put_out is None:
@@ -149,7 +149,7 @@ class Handlers:
             raise RuntimeFault(f"the stage put out {form.text}; before it was {here.put_out.text}")
         # Only the way back is kept: the output itself goes once it is sent.
         roots = [torch.autograd.graph.get_gradient_edge(t) for t in tensors if t.requires_grad]
-        self._flows[here.key, micro_batch] = Flow(received, roots)
+        self._flows[here.key, micro_batch] = Flow(received, roots, recomputes=stage.recomputes)
         self._hand_over(here, "F", micro_batch, [t.detach() for t in tensors], form)
 
     def _loss_of(self, output: Any, batch: Any, samples: int) -> tuple[Tensor, Tensor]:

@@ -50,13 +50,13 @@ class Part:
 class Reading:
     """What the benches of one part gave, by samples."""
 
-    windows: dict[int, tuple[list[float], list[float], list[float]]]
-    """Seconds of forwards, backwards, and backwards for the inputs alone, an entry per window."""
+    windows: dict[int, tuple[list[float], list[float], list[float], list[float]]]
+    """Seconds of forwards, backwards, and of their halves I and W, an entry per window."""
     memory: dict[int, Memory]
     update_s: float
 
     def median_s(self, samples: int) -> tuple[float, ...]:
-        """Return the medians of the three."""
+        """Return the medians of the four."""
         return tuple(statistics.median(times) for times in self.windows[samples])
 
     def spread(self, samples: int) -> float:
@@ -106,10 +106,10 @@ def profile(
     the mean of the output; without `optimizer` torch's own for `training.optimizer`. `training.precision` must be
     resolved. On a CPU one thread is used, as each rank does.
 
-    Measured: forward, fused backward, the backward for the inputs alone, optimizer step, bytes. Derived: the backward
-    for the weights (fused less inputs), and what a stage costs beside its blocks (masks, position tables, the call of
-    the model): that is told apart by stages of one and of several blocks of one kind. Raises CostError where module and
-    model do not fit together.
+    Measured: forward, fused backward, the backwards for the inputs and for the weights as the runtime splits them (of
+    a first block, whose inputs want no gradient, I is nothing and W all of it), optimizer step, bytes. Derived: what a
+    stage costs beside its blocks (masks, position tables, the call of the model): that is told apart by stages of one
+    and of several blocks of one kind. Raises CostError where module and model do not fit together.
     """
     if training.precision is None:
         raise CostError("training.precision is None; resolve it first: training.resolve(device types)")
@@ -201,23 +201,22 @@ def _prices(found: dict[Part, Reading], device_type: str) -> tuple[tuple[BlockCo
     beside_s = tuple(
         min((beside([(one[k].windows[n][i], run.windows[n][i]) for n in run.windows], count)
              for k, (count, run) in runs.items()), default=0.0)
-        for i in range(3)
+        for i in range(4)
     )  # fmt: skip
     out = []
     for kind, single in one.items():
         count, reading = runs.get(kind, (1, single))
         for n in reading.windows:
-            forward_s, backward_s, input_s = (
+            forward_s, backward_s, input_s, weight_s = (
                 max(0.0, t - less) / count for t, less in zip(reading.median_s(n), beside_s, strict=True)
             )
-            input_s = min(input_s, backward_s)
             # Tables that all blocks of a stage use are kept once: what one block more keeps is what counts.
             more = reading.memory[n].kept - single.memory[n].kept
             kept = more / (count - 1) if count > 1 else single.memory[n].kept
             out.append(
                 BlockCost(
                     kind=kind, device_type=device_type, samples=n, forward_s=forward_s, backward_s=backward_s,
-                    backward_input_s=input_s, backward_weight_s=backward_s - input_s,
+                    backward_input_s=input_s, backward_weight_s=weight_s,
                     update_s=reading.update_s / count, kept_bytes=kept, kept_bytes_selective=kept,
                     kept_bytes_full=single.memory[n].inputs, workspace_bytes=single.memory[n].workspace,
                     evidence="measured", relative_error=reading.spread(n),

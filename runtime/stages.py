@@ -84,6 +84,8 @@ class LiveStage(nn.Module):
         self.layout, self.start, self.stop = layout, start, stop
         self.first, self.last = start == 0, stop == len(layout.blocks)
         self.body = body
+        self.recomputes = any(isinstance(m, Held) and m.recompute for m in body.modules())
+        """Whether any of its blocks is computed again in the backward."""
         self.held = dict(parameters)
         """Parameters by their names in the whole module, each once, in registration order."""
 

@@ -17,7 +17,7 @@ from autopiper.model.spec import Model
 from autopiper.plan import CostTable, Group, Pipeline, Plan, Provenance, Schedule, Stage, Strategy, Training
 
 SEQUENCE, VOCABULARY, WIDTH = 6, 40, 16
-VECTORS = ("sequential", "in_place")
+VECTORS = ("sequential", "in_place", "kept_in_place")
 """Modules that take vectors; the others take ids."""
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -84,6 +84,14 @@ def in_place() -> nn.Module:
     )  # fmt: skip
 
 
+def kept_in_place() -> nn.Module:
+    """Blocks that work in place behind blocks that keep what they put out: no graph of one process allows that."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Hardtanh(-0.3, 0.3, inplace=True), nn.Sigmoid(), nn.SiLU(inplace=True),
+        nn.Linear(WIDTH, WIDTH),
+    )  # fmt: skip
+
+
 class Skip(nn.Module):
     """No known structure: a skip connection around all layers, an input that every layer reads, a buffer, a dict."""
 
@@ -121,6 +129,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "sequential": sequential,
     "sequential_tied": sequential_tied,
     "in_place": in_place,
+    "kept_in_place": kept_in_place,
     "traced": Skip,
     "llama": lambda: _llama(tied=False),
     "llama_tied": lambda: _llama(tied=True),

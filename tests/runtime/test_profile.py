@@ -104,9 +104,11 @@ def test_times_are_those_that_the_blocks_take() -> None:
         layer, head = prices["layer", n], prices["head", n]
         assert layer.forward_s == pytest.approx(FORWARD * n)
         assert layer.backward_s == pytest.approx((INPUT + WEIGHT) * n)
-        assert layer.backward_weight_s == pytest.approx(layer.backward_s - layer.backward_input_s)
+        assert layer.backward_input_s == pytest.approx(INPUT * n)
+        assert layer.backward_weight_s == pytest.approx(WEIGHT * n)
         assert head.forward_s == pytest.approx(HEAD * n)
         assert head.backward_input_s == pytest.approx(INPUT * n)
+        assert head.backward_weight_s == pytest.approx(WEIGHT * n)
         assert {layer.evidence, head.evidence} == {"measured"}
         assert layer.device_type == "clock"
     assert (costs.precision, costs.optimizer) == ("fp32", "adamw")
@@ -119,13 +121,24 @@ def test_what_a_stage_costs_beside_its_blocks_is_told_apart() -> None:
     assert host.backward_s == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.usefixtures("clock")
+def test_of_the_first_block_w_is_all_of_the_backward() -> None:
+    costs = profile(
+        make_module(0), make_model(0), TRAINING, device_type="x", example_inputs=INPUTS, micro_batch_sizes=(1,),
+        repeats=1, window_s=0.001,
+    )  # fmt: skip
+    (head,) = costs.blocks
+    assert head.backward_input_s == 0.0
+    assert head.backward_weight_s == pytest.approx(head.backward_s)
+
+
 def test_the_first_block_has_no_backward_for_inputs_that_need_none() -> None:
     costs = profile(
         make_module(0), make_model(0), TRAINING, device_type="x", example_inputs=INPUTS, micro_batch_sizes=(1,),
         repeats=1, window_s=0.001,
     )  # fmt: skip
     assert costs.blocks[0].backward_input_s == 0.0
-    assert costs.blocks[0].backward_weight_s == costs.blocks[0].backward_s > 0
+    assert costs.blocks[0].backward_weight_s > 0
 
 
 def test_bytes_are_those_that_autograd_keeps() -> None:
