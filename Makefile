@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench-simulator test lint clean
+.PHONY: help setup demo bench-simulator pictures test lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ demo: $(STAMP) ## plan llama-3-8b on a mixed cluster, then train a small model b
 
 bench-simulator: $(STAMP) ## how many actions per second the simulator walks, against torch's own (a minute)
 	$(BIN)/python experiments/simulator.py
+
+pictures: $(STAMP) ## draw the schedule families anew, for docs/schedules.md
+	$(BIN)/python experiments/pictures.py
 
 test: lint ## all checks: style, types, floors, tests
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
