@@ -48,7 +48,7 @@ def memory(
     received message from the moment its receive is posted (the one before has arrived, and the one before that is used
     up) until the pass that uses it is over; a sent one from the pass that made it until it has gone; under ZeRO 3 the
     parameters of a bucket from the start of their gather until they are let go, under ZeRO 2 and 3 its gradients from
-    the first backward of a chain until they are reduced. Buffers hold the largest workspace of a pass throughout.
+    the moment when the first backward of a chain comes to its uppermost block until they are reduced. Buffers hold the largest workspace of a pass throughout.
     """
     holds = _Holds(number, joint, durations, start, end)
     changes = [*holds.activations(), *holds.messages(), *holds.exchanges(), *holds.buckets()]
@@ -102,7 +102,11 @@ class _Holds:
         self.over: dict[tuple[int, int, str, int], float] = {}
         """(pipeline, stage, kind, micro-batch) -> end of the last action of the pass."""
         self.begun: dict[tuple[int, int, str, int], float] = {}
+        self.backwards: list[tuple[int, Action]] = []
+        """(node, action) of each segment whose end makes gradients."""
         for node, action in self.actions(COMPUTE_STREAM):
+            if action.kind in ("B", "W"):
+                self.backwards.append((node, action))
             if action.kind in "FBIW":
                 key = (action.pipeline, action.stage or 0, action.kind, action.micro_batch or 0)
                 self.begun.setdefault(key, start[node])
@@ -215,24 +219,38 @@ class _Holds:
                 key = _bucket(action)
                 num_bytes = self._bucket_elements(key) * training.weight_bytes
                 found += self._hold(gathered[key].pop(0), self.end[node], PARAMETERS, num_bytes)
-        backward: dict[tuple[int, int], list[float]] = {}
-        for (p, s, kind, _), begun in self.begun.items():
-            if kind in "BW":
-                backward.setdefault((p, s), []).append(begun)
-        for begins in backward.values():
-            begins.sort()
+        reached: dict[tuple[int, int], list[float]] = {}
         next_: dict[tuple[int, int], int] = {}
         for node, action in reduced:
             key = _bucket(action)
-            home = blocks[key[0]].holders[0]
-            begins = backward.get((home.pipeline, home.stage), [])
-            first = next_.get(key, 0)
+            if key not in reached:
+                reached[key] = self._reached(key)
+            begins, first = reached[key], next_.get(key, 0)
             # What has begun when the reduction starts is what it sums: the backwards since the one before.
             next_[key] = bisect_left(begins, self.start[node] * (1 + TIE) + TIE)
             if first < next_[key]:
                 num_bytes = self._bucket_elements(key) * training.gradient_bytes
                 found += self._hold(begins[first], self.end[node], GRADIENTS, num_bytes)
         return found
+
+    def _reached(self, key: tuple[int, int]) -> list[float]:
+        """Return when each backward of this rank comes to the uppermost block of a bucket, in order."""
+        home = self.graph.gradient_blocks[key[0]].holders[0]
+        stage = self.graph.stage(home.pipeline, home.stage)
+        top = self.graph.gradient_blocks[key[0]].buckets[key[1]].highest_block
+        segment = stage.segment_of(2 * top + (top not in stage.sharded))
+        found = []
+        for node, action in self.backwards:
+            if (action.pipeline, action.stage) != (stage.pipeline, stage.index):
+                continue
+            if action.kind == "B" and action.segment != segment:
+                continue
+            high = 2 * stage.stop if action.kind == "W" else stage.segment(segment)[1]
+            before = self.start[node]
+            if 2 * top + 2 < high:
+                before = max(before, self.end[node] - self.durations.left_s(self.joint.nodes[node], top + 1))
+            found.append(before)
+        return sorted(found)
 
     def _bucket_elements(self, key: tuple[int, int]) -> float:
         """Elements of a bucket on one tensor-parallel rank."""
