@@ -170,16 +170,19 @@ class Durations:
         key = ("exchange", stage.pipeline, stage.index, first, block, samples, again)
         if key not in self._known:
             tp = stage.tensor_parallel_size
-            num_bytes = self.graph.model.blocks[block].all_to_all_elements * samples / tp
-            num_bytes *= self.graph.training.activation_bytes * (2 if again else 1)
+            elements = self.graph.model.blocks[block].all_to_all_elements * samples / tp
             devices = [stage.members[m][0] for m in range(first, first + size)]
             present = [self.programs[p].devices[0] for p in node.programs]
+            # Equal groups that are not walked themselves (`Program.copies`) exchange on these nodes at the same time.
             nodes = {self.devices[d].node for d in devices}
-            groups = sum(
-                bool(nodes & {self.devices[stage.members[m][0]].node for m in range(at, at + size)})
-                for at in range(0, len(stage.members), size)
+            copied = {copy.member // size * size for copy in self.programs[node.programs[0]].copies} - {first}
+            groups = 1 + sum(
+                bool(nodes & {self.devices[stage.members[m][0]].node for m in range(at, at + size)}) for at in copied
             )
-            self._known[key] = self.network.exchange(devices, present, num_bytes, width=tp, groups=groups)
+            seconds, uses = self.network.exchange(
+                devices, present, elements * self.graph.training.activation_bytes, width=tp, groups=groups
+            )
+            self._known[key] = (2 * seconds if again else seconds, uses)
         return self._known[key]
 
     def _of_bucket(self, node: Node) -> tuple[float, list[Use]]:
