@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from autopiper.cluster.spec import Device
@@ -28,7 +29,7 @@ class Durations:
         self.prices = costs.index()
         self.hosts = {host.device_type: host for host in costs.hosts}
         self.devices: tuple[Device, ...] = graph.cluster.devices()
-        self.network = Network(costs, graph.cluster)
+        self.network = Network(costs, graph.cluster, self._alike())
         self.weighted_error_s = 0.0
         self.compute_s = 0.0
         self._passes: dict[tuple[object, ...], Seconds] = {}
@@ -39,6 +40,22 @@ class Durations:
     def relative_error(self) -> float:
         """Of the prices used so far, weighted by their seconds."""
         return self.weighted_error_s / self.compute_s if self.compute_s else 0.0
+
+    def _alike(self) -> dict[int, int]:
+        """Return for each node the first of those that are alike: with equally many ranks of each Program, copies included.
+
+        Of equal replicas one is walked; what the others ask of its nodes, it asks of theirs.
+        """
+        held: dict[int, Counter[int]] = {}
+        for number, program in enumerate(self.programs):
+            for devices in (program.devices, *(copy.devices for copy in program.copies)):
+                held.setdefault(self.devices[devices[0]].node, Counter())[number] += 1
+        first: dict[object, int] = {}
+        nodes = self.graph.cluster.nodes
+        return {
+            at: first.setdefault((tuple(sorted(count.items())), nodes[at].intra, nodes[at].nic, nodes[at].nics), at)
+            for at, count in sorted(held.items())
+        }
 
     def _on_my_node(self, program: Program) -> int:
         """Count the equal members on the node of a Program: what it sends, they send at the same time."""
@@ -173,14 +190,11 @@ class Durations:
             elements = self.graph.model.blocks[block].all_to_all_elements * samples / tp
             devices = [stage.members[m][0] for m in range(first, first + size)]
             present = [self.programs[p].devices[0] for p in node.programs]
-            # Equal groups that are not walked themselves (`Program.copies`) exchange on these nodes at the same time.
-            nodes = {self.devices[d].node for d in devices}
+            # Equal groups that are not walked themselves exchange at the same time.
             copied = {copy.member // size * size for copy in self.programs[node.programs[0]].copies} - {first}
-            groups = 1 + sum(
-                bool(nodes & {self.devices[stage.members[m][0]].node for m in range(at, at + size)}) for at in copied
-            )
+            others = [[stage.members[m][0] for m in range(at, at + size)] for at in sorted(copied)]
             seconds, uses = self.network.exchange(
-                devices, present, elements * self.graph.training.activation_bytes, width=tp, groups=groups
+                devices, present, elements * self.graph.training.activation_bytes, width=tp, others=others
             )
             self._known[key] = (2 * seconds if again else seconds, uses)
         return self._known[key]
@@ -201,9 +215,19 @@ class Durations:
             self._known[key] = self.network.collective(
                 "all_gather" if gather else "reduce_scatter" if block.zero else "all_reduce",
                 firsts, [self.programs[p].devices[0] for p in node.programs],
-                (piece.stop - piece.start) * each / width, width=width,
+                (piece.stop - piece.start) * each / width, width=width, rings=self._equal_rings(node, set(firsts)),
             )  # fmt: skip
         return self._known[key]
+
+    def _equal_rings(self, node: Node, ring: set[int]) -> dict[int, int]:
+        """Count through each node a ring and its equals, those of copies: the parts of the experts have a ring each."""
+        through: dict[int, set[int]] = {}
+        for program in (self.programs[p] for p in node.programs):
+            for number, copy in enumerate(program.copies):
+                if copy.devices[0] not in ring:
+                    through.setdefault(self.devices[copy.devices[0]].node, set()).add(number)
+            through.setdefault(self.devices[program.devices[0]].node, set()).add(-1)
+        return {at: len(found) for at, found in through.items()}
 
     def _update_s(self, block: GradientBlock, program: int) -> float:
         """Optimizer step of one gradient block on one holder: of all of it, or of its part under ZeRO."""

@@ -8,7 +8,7 @@ alone; where that is more than there is, the simulator's kernel slows all of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from autopiper.cluster.spec import Cluster, Link
@@ -23,8 +23,10 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 class Network:
     """The links of one cluster under one cost table."""
 
-    def __init__(self, costs: CostTable, cluster: Cluster) -> None:
+    def __init__(self, costs: CostTable, cluster: Cluster, stands_for: Mapping[int, int] | None = None) -> None:
+        """`stands_for`: node -> the node whose pools count for both, where equal replicas load them equally."""
         self.costs, self.cluster = costs, cluster
+        self.stands_for = stands_for or {}
         self.devices = cluster.devices()
         self.measured = {link.tier: link.bytes_per_s for link in costs.links}
         self._rings: dict[tuple[int, ...], Ring] = {}
@@ -48,11 +50,13 @@ class Network:
         ]
 
     def collective(
-        self, kind: Collective, devices: Sequence[int], present: Iterable[int], num_bytes: float, *, width: int = 1
-    ) -> tuple[float, list[Use]]:
+        self, kind: Collective, devices: Sequence[int], present: Iterable[int], num_bytes: float, *, width: int = 1,
+        rings: Mapping[int, int] | None = None,
+    ) -> tuple[float, list[Use]]:  # fmt: skip
         """Return (seconds when alone, uses) of a ring over `devices`, one for each of `width` parallel ranks.
 
-        `present`: the devices whose pools are to be counted (of equal replicas only the first is simulated).
+        `present`: the devices whose pools are to be counted (of equal replicas only the first is simulated). `rings`: node ->
+        how many rings equal to this one run through it at the same time, this one included (1 where it says nothing).
         """
         key = tuple(devices)
         if key not in self._rings:
@@ -60,19 +64,21 @@ class Network:
         seconds = self._rings[key].seconds(num_bytes) * (2 if kind == "all_reduce" else 1)
         if seconds == 0:
             return 0.0, []
-        return seconds, self._ring(devices, present, self._rings[key].bytes_per_s, width)
+        return seconds, self._ring(devices, present, self._rings[key].bytes_per_s, width, rings or {})
 
     def exchange(
-        self, devices: Sequence[int], present: Iterable[int], num_bytes: float, *, width: int = 1, groups: int = 1
-    ) -> tuple[float, list[Use]]:
+        self, devices: Sequence[int], present: Iterable[int], num_bytes: float, *, width: int = 1,
+        others: Sequence[Sequence[int]] = (),
+    ) -> tuple[float, list[Use]]:  # fmt: skip
         """Return (seconds when alone, uses) of an all-to-all in which each device gives away `num_bytes`, evenly.
 
-        `groups`: how many equal ones run on the same nodes at the same time.
+        `others`: the devices of each equal one that goes on at the same time and is not simulated itself.
         """
         seconds, inside_s, between_s = all_to_all_s(self.costs, self.cluster, devices, num_bytes)
         if seconds == 0:
             return 0.0, []
-        held = Counter(self.devices[d].node for d in devices)
+        groups = [Counter(self.devices[d].node for d in group) for group in (devices, *others)]
+        held = groups[0]
         uses: list[Use] = []
         for d in present:
             own = held[self.devices[d].node]
@@ -81,13 +87,17 @@ class Network:
                 uses += [self._port(d, "out", rate), self._port(d, "in", rate)]
         if between_s:
             for d in self._one_per_node(present):
-                own = held[self.devices[d].node]
-                rate = width * groups * own * num_bytes * (len(devices) - own) / len(devices) / seconds
+                pairs = sum(
+                    group[self.devices[d].node] * (len(devices) - group[self.devices[d].node]) for group in groups
+                )
+                rate = width * pairs * num_bytes / len(devices) / seconds
                 far = next(e for e in devices if self.devices[e].node != self.devices[d].node)
                 uses += [*self._interfaces(d, far, "out", rate), *self._interfaces(d, far, "in", rate)]
         return seconds, uses
 
-    def _ring(self, devices: Sequence[int], present: Iterable[int], rate: float, width: int) -> list[Use]:
+    def _ring(
+        self, devices: Sequence[int], present: Iterable[int], rate: float, width: int, rings: Mapping[int, int]
+    ) -> list[Use]:
         held = Counter(self.devices[d].node for d in devices)
         present = list(present)
         uses: list[Use] = []
@@ -97,7 +107,8 @@ class Network:
         if len(held) > 1:
             for d in self._one_per_node(present):
                 far = next(e for e in devices if self.devices[e].node != self.devices[d].node)
-                uses += [*self._interfaces(d, far, "out", width * rate), *self._interfaces(d, far, "in", width * rate)]
+                asked = rings.get(self.devices[d].node, 1) * width * rate
+                uses += [*self._interfaces(d, far, "out", asked), *self._interfaces(d, far, "in", asked)]
         return uses
 
     def _one_per_node(self, devices: Iterable[int]) -> list[int]:
@@ -111,8 +122,8 @@ class Network:
         """Return what is asked of a node's interfaces and of its link into the tier towards a far device."""
         node = self.devices[device].node
         tier, link = self.cluster.tier(device, far), self.cluster.link(device, far)
-        least = self.measured.get(tier, 0.0)
+        least, pool = self.measured.get(tier, 0.0), self.stands_for.get(node, node)
         return [
-            (("interfaces", node, way), rate, max(self.cluster.nodes[node].network.bytes_per_s, least)),
-            ((tier, node, way), rate, max(link.bytes_per_s, least)),
+            (("interfaces", pool, way), rate, max(self.cluster.nodes[node].network.bytes_per_s, least)),
+            ((tier, pool, way), rate, max(link.bytes_per_s, least)),
         ]
