@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench-simulator pictures test lint clean
+.PHONY: help setup demo bench-simulator pictures uw-schedules test lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -27,6 +27,9 @@ bench-simulator: $(STAMP) ## how many actions per second the simulator walks, ag
 
 pictures: $(STAMP) ## draw the schedule families anew, for docs/schedules.md
 	$(BIN)/python experiments/pictures.py
+
+uw-schedules: $(STAMP) ## Piper's comparison of schedules and its memory limits, simulated (half a minute)
+	$(BIN)/python experiments/uw_schedules.py
 
 test: lint ## all checks: style, types, floors, tests
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)

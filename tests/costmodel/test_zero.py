@@ -225,11 +225,13 @@ def test_nothing_computes_without_its_parameters_and_nothing_is_gathered_too_ear
                 held = [s for s in spans[key] if s[1] <= event.start_s + 1e-9 and s[2] >= event.end_s - 1e-9]
                 assert held, f"{event.action} runs without the parameters of block {block}"
         for key, found in spans.items():
-            for begins, _, gone in found:
-                users = [n for n, e in enumerate(passes) if _uses(graph, e, key) and begins - 1e-9 <= e.start_s < gone]
+            for start_s, _, released in found:
+                users = [
+                    n for n, e in enumerate(passes) if _uses(graph, e, key) and start_s - 1e-9 <= e.start_s < released
+                ]
                 assert users, f"bucket {key} is gathered for nobody"
                 before = users[0] - GATHER_DEPTH - 1
-                assert before < 0 or begins >= passes[before].end_s - 1e-9, f"bucket {key} is gathered too early"
+                assert before < 0 or start_s >= passes[before].end_s - 1e-9, f"bucket {key} is gathered too early"
 
 
 def test_a_gather_is_hidden_by_the_pass_before() -> None:
