@@ -20,7 +20,7 @@ from autopiper.ir.joint import Joint, join
 from autopiper.ir.proofs.flow import exchanges, messages
 from autopiper.ir.proofs.seats import seats
 from autopiper.ir.proofs.state import State
-from autopiper.ir.proofs.together import collectives
+from autopiper.ir.proofs.together import channels, collectives
 from autopiper.ir.proofs.view import View
 from autopiper.ir.proofs.work import alive, shapes, work
 from autopiper.plan.actions import Program
@@ -45,7 +45,7 @@ def verify(graph: TrainingGraph, programs: Sequence[Program], joint: Joint | Non
     for view in views:
         wrong = shapes(view)
         faults += wrong or [*work(view), *(_flow(view) if not stuck else ())]
-    faults += collectives(views, joint)
+    faults += [*collectives(views, joint), *channels(views, joint)]
     if faults:
         raise PlanError("the Programs are wrong", dict.fromkeys(faults))
     return list(_words(graph, programs, joint, views, len(order)))

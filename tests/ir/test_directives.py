@@ -124,11 +124,16 @@ def test_every_fault_is_told_at_once(cluster_of: ClusterOf) -> None:
 
 def test_what_was_refused_once_is_a_feature_now(cluster_of: ClusterOf) -> None:
     """ZeRO 3, two stages on one device, groups that overlap."""
+    alone = ((1, 0, "B"), (1, 1, "F"), (0, 0, "B"), (1, 1, "B"), (0, 1, "B"))
+    row: list[list[d.Filter]] = [
+        [{"PP": 0, "MB": 0, "PASS": "F"}], [{"PP": 0, "MB": 1, "PASS": "F"}, {"PP": 1, "MB": 0, "PASS": "F"}],
+    ]  # fmt: skip
+    for s, m, k in alone:
+        row.append([{"PP": s, "MB": m, "PASS": k}])
     given: list[d.Directive] = [
         d.pipeline(0, (2, 2)), d.cut(0, 0, blocks=(0, 3)), d.cut(0, 1, blocks=(3, 4)), d.place({}, [0, 1]),
         d.replicate({"PP": 0}, shard_params=True),
-        d.order([[{"PP": 0, "MB": 0, "PASS": "F"}], [{"PP": 0, "MB": 1, "PASS": "F"}, {"PP": 1, "MB": 0, "PASS": "F"}],
-                 *([{"PP": s, "MB": m, "PASS": k}] for s, m, k in ((1, 0, "B"), (1, 1, "F"), (0, 0, "B"), (1, 1, "B"), (0, 1, "B")))]),
+        d.order(row),
     ]  # fmt: skip
     model = with_parameters(Model.chain(4))
     graph = ir.build(Strategy.from_directives(given, Training(global_batch_size=4)), model, cluster_of(2))

@@ -1,4 +1,4 @@
-"""Collectives: each over all its ranks, and on one stream."""
+"""What several ranks do together: collectives over all their ranks and on one stream, channels in one order."""
 
 from __future__ import annotations
 
@@ -45,4 +45,26 @@ def collectives(views: Sequence[View], joint: Joint) -> list[str]:
             faults.append(
                 f"{node.text} lies on several streams: {', '.join(sorted(streams))}; it must be one for all its ranks"
             )
+    return faults
+
+
+def channels(views: Sequence[View], joint: Joint) -> list[str]:
+    """Check that both ends of a channel have its messages in the same order: messages carry no names on the wire."""
+    ends: dict[tuple[str, int, int], dict[int, list[int]]] = {}
+    for (program, stream), nodes in joint.streams.items():
+        for n in nodes:
+            node = joint.nodes[n]
+            if node.kind == "TRANSFER" and len(node.programs) == 2:
+                ends.setdefault((stream, *node.programs[:2]), {}).setdefault(program, []).append(n)  # type: ignore[arg-type]
+    faults = []
+    for (stream, sender, receiver), rows in ends.items():
+        sent, received = rows.get(sender, []), rows.get(receiver, [])
+        for a, b in zip(sent, received, strict=False):
+            if a != b:
+                texts = [joint.nodes[n].action_of(receiver).text for n in (a, b)]
+                faults.append(
+                    f"channel {stream}: {views[sender].name} sends {joint.nodes[a].action_of(sender).text} where "
+                    f"{views[receiver].name} receives {texts[1]}; {texts[0]} must come before it"
+                )
+                break
     return faults

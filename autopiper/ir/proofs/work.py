@@ -46,6 +46,8 @@ def _shape(view: View, action: Action, several: bool) -> Iterable[str]:
             view.graph.stage(action.pipeline, action.stage or 0).slices
         ):
             yield "is of a micro-batch that its pipeline does not have"
+        elif not 0 <= action.segment < view.graph.stage(action.pipeline, action.stage or 0).num_segments:
+            yield "is of a segment that its stage does not have"
         if action.prefix != (f"p{action.pipeline}:" if several else ""):
             yield f"has the prefix '{action.prefix}'"
         if action.gradient_block is not None or action.bucket is not None:
