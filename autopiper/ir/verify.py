@@ -18,7 +18,7 @@ from autopiper.errors import PlanError
 from autopiper.ir.graph import TrainingGraph
 from autopiper.ir.joint import Joint, join
 from autopiper.ir.proofs.flow import exchanges, messages
-from autopiper.ir.proofs.seats import seats
+from autopiper.ir.proofs.seats import holdings, seats
 from autopiper.ir.proofs.state import State
 from autopiper.ir.proofs.together import channels, collectives
 from autopiper.ir.proofs.view import View
@@ -55,7 +55,8 @@ def _views(graph: TrainingGraph, programs: Sequence[Program]) -> list[View]:
     rows = {row.members: row for row in graph.rows}
     groups = graph.groups()
     of = {devices: members for members in groups for devices in members}
-    return [View(graph, p, rows[of[p.devices]], groups[of[p.devices]]) for p in programs]
+    held = holdings(graph)
+    return [View(graph, p, rows[of[p.devices]], groups[of[p.devices]], held.get(p.devices, ())) for p in programs]
 
 
 def _flow(view: View) -> list[str]:
@@ -94,8 +95,11 @@ def _words(
     )
     if count["A2A"]:
         yield f"every token meets its experts: {count['A2A']} all-to-alls, each over its whole group between two segments"
-    if count["UNSHARD"]:
-        yield f"parameters are gathered before use and after updates: {count['UNSHARD']} gathers, each with its release (ZeRO 3)"
+    regathers = sum(n.kind == "UNSHARD" for n in joint.nodes)
+    if count["UNSHARD"] > regathers:
+        yield f"parameters are there when they are used (ZeRO 3): {count['UNSHARD'] - regathers} gathers, each with its release"
+    if regathers:
+        yield f"parameters that are updated in parts (ZeRO 1 and 2) are gathered once, after the update: {regathers} gathers"
     yield (
         f"every gradient is summed over all its holders once: {len(blocks)} gradient blocks, {count['REDUCE']} bucket "
         "reductions; every holder updates its parameters once"

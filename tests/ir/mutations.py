@@ -95,7 +95,7 @@ def redirect(rng: random.Random, graph: TrainingGraph, rows: Rows) -> str | None
         {"pipeline": 1 - action.pipeline}, {"prefix": rng.choice(("", "p0:", "p1:"))}, {"kind": rng.choice(KINDS)},
         {"micro_batch": None},
     ))  # fmt: skip
-    new = replace(action, **changed)  # type: ignore[arg-type]
+    new = replace(action, **changed)
     rows[n][s][i] = new
     if rng.random() < 0.5:
         _rename(rows[n], action.text, new.text)

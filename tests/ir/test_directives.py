@@ -138,7 +138,7 @@ def test_what_was_refused_once_is_a_feature_now(cluster_of: ClusterOf) -> None:
     model = with_parameters(Model.chain(4))
     graph = ir.build(Strategy.from_directives(given, Training(global_batch_size=4)), model, cluster_of(2))
     proofs = ir.verify(graph, ir.lower(graph))
-    assert any("parameters are gathered before use" in line for line in proofs)
+    assert any("parameters are there when they are used (ZeRO 3)" in line for line in proofs)
 
 
 def test_unknown_device_is_refused(cluster_of: ClusterOf) -> None:

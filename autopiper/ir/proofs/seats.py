@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from autopiper.ir.graph import GraphStage, Members, TrainingGraph
+from autopiper.ir.graph import GradientBlock, GraphStage, Members, TrainingGraph
 from autopiper.plan.actions import Program
 
 Seat = tuple[Members, int]
@@ -54,18 +54,28 @@ def seats(graph: TrainingGraph, programs: Sequence[Program]) -> list[str]:
     return faults or _copies(graph, programs, home)
 
 
+def holdings(graph: TrainingGraph) -> dict[tuple[int, ...], list[GradientBlock]]:
+    """Return the gradient blocks that each member holds, by its devices."""
+    found: dict[tuple[int, ...], list[GradientBlock]] = {}
+    for block in graph.gradient_blocks:
+        for p in block.holders:
+            found.setdefault(graph.stage(p.pipeline, p.stage).members[p.member], []).append(block)
+    return found
+
+
 def _copies(graph: TrainingGraph, programs: Sequence[Program], home: dict[Seat, tuple[int, int]]) -> list[str]:
     """Check that a copy has the samples, messages, partners and devices of the Program that it is a copy of."""
     faults = []
     groups = graph.groups()
     of = {devices: (members, m) for members in groups for m, devices in enumerate(members)}
+    held = holdings(graph)
     for program in programs:
         if program.copies:
             members, lead = of[program.devices]
-            own = list(_facts(graph, groups[members], lead, home))
+            own = list(_facts(graph, groups[members], lead, home, held))
             for copy in program.copies:
                 for (what, mine), (_, other) in zip(
-                    own, _facts(graph, groups[members], copy.member, home), strict=True
+                    own, _facts(graph, groups[members], copy.member, home, held), strict=True
                 ):
                     if mine != other:
                         faults.append(f"{program.name}: member {copy.member} is no copy of it: {what} differ")
@@ -74,12 +84,20 @@ def _copies(graph: TrainingGraph, programs: Sequence[Program], home: dict[Seat, 
 
 
 def _facts(
-    graph: TrainingGraph, stages: Sequence[GraphStage], member: int, home: dict[Seat, tuple[int, int]]
+    graph: TrainingGraph,
+    stages: Sequence[GraphStage],
+    member: int,
+    home: dict[Seat, tuple[int, int]],
+    held: Mapping[tuple[int, ...], Sequence[GradientBlock]],
 ) -> Iterator[tuple[str, object]]:
     """Yield what must be equal for two members of a device group to do the same."""
     devices = stages[0].members[member]
     turn = home[stages[0].members, member][1]
     yield "device types", [graph.cluster.device(device).type.name for device in devices]
+    yield (
+        "gradient blocks",
+        [(b.kind, b.blocks, b.elements, len(b.buckets), len(b.holders), b.zero) for b in held.get(devices, ())],
+    )
     for stage in stages:
         yield f"slices of {stage.tag}", [row[member] for row in stage.slices]
         size = stage.expert_parallel_size

@@ -23,8 +23,16 @@ class View:
     of this Program alone. A wait for a block proves less: see `passed`.
     """
 
-    def __init__(self, graph: TrainingGraph, program: Program, row: Row, stages: Sequence[GraphStage]) -> None:
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        program: Program,
+        row: Row,
+        stages: Sequence[GraphStage],
+        held: Iterable[GradientBlock],
+    ) -> None:
         self.graph, self.program, self.row, self.stages = graph, program, row, stages
+        self.held = {block.index for block in held}
         self.name, self.member = program.name, program.member
         self.actions: list[Action] = list(program.actions())
         self.at: dict[str, int] = {}
@@ -46,8 +54,7 @@ class View:
 
     def holds(self, block: GradientBlock) -> bool:
         """Whether these ranks hold a gradient block."""
-        mine = self.program.devices
-        return any(self.graph.stage(p.pipeline, p.stage).members[p.member] == mine for p in block.holders)
+        return block.index in self.held
 
     def samples(self, stage: GraphStage, micro_batch: int) -> int:
         """Samples of a micro-batch that this member takes."""
@@ -111,13 +118,6 @@ class View:
         """Half blocks [low, high) that a pass computes in this action; W takes its whole stage."""
         stage = self.graph.stage(action.pipeline, action.stage or 0)
         return (2 * stage.start, 2 * stage.stop) if action.kind == "W" else stage.segment(action.segment)
-
-    def users(self, block: GradientBlock, kinds: Sequence[str]) -> list[tuple[int, tuple[int, int]]]:
-        """Return (number, half blocks) of the actions of these kinds on the compute stream that lie in stages with a gradient block."""
-        low, high = min(block.blocks), max(block.blocks)
-        return [
-            (number, halves) for number, halves in self.computing(kinds) if halves[0] <= 2 * high + 1 and halves[1] >= 2 * low
-        ]  # fmt: skip
 
     def computing(self, kinds: Sequence[str]) -> list[tuple[int, tuple[int, int]]]:
         """Return (number, half blocks) of the passes of these kinds, in the order of the compute stream."""
