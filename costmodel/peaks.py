@@ -44,7 +44,7 @@ def memory(
 ) -> Memory:
     """Return what the ranks of Program `number` hold over the step. `points=False` leaves the course of it out.
 
-    Activations count from the start of F to the end of B (or W; what I computes again stays until then too); a
+    Activations count from the start of F to the end of B or W (what I or W compute again goes block by block); a
     received message from the moment its receive is posted (the one before has arrived, and the one before that is used
     up) until the pass that uses it is over; a sent one from the pass that made it until it has gone; under ZeRO 3 the
     parameters of a bucket from the start of their gather until they are let go, under ZeRO 2 and 3 its gradients from
@@ -140,25 +140,19 @@ class _Holds:
         return [(begin_s, 1, kind, num_bytes, live), (until_s * (1 - TIE), 0, kind, -num_bytes, -live)]
 
     def activations(self) -> list[Change]:
+        """What passes keep from F to the end of the backward, and what comes in between for I and W apart."""
         found: list[Change] = []
-        kept: dict[tuple[int, int, int], tuple[float, float]] = {}
+        kept: dict[tuple[int, int, int], float] = {}
         for stage in self._stages():
             for samples in {row[self.member] for row in stage.slices}:
-                mine = stage_kept_bytes(*self._of(stage, stage.recompute, samples))
-                everything = stage_kept_bytes(*self._of(stage, ("none",) * len(stage.recompute), samples))
-                kept[stage.pipeline, stage.index, samples] = (mine, max(0.0, everything - mine))
+                kept[stage.pipeline, stage.index, samples] = stage_kept_bytes(
+                    *self._of(stage, stage.recompute, samples)
+                )
         for (pipeline, index, kind, mb), begin in self.begun.items():
-            if kind != "F":
-                continue
             samples = self.graph.stage(pipeline, index).slices[mb][self.member]
-            mine, more = kept[pipeline, index, samples]
             done = self.over.get((pipeline, index, "B", mb), self.over.get((pipeline, index, "W", mb)))
-            if done is None:
-                continue
-            found += self._hold(begin, done, ACTIVATIONS, mine, 1)
-            again = self.begun.get((pipeline, index, "I", mb))
-            if again is not None and more:
-                found += self._hold(again, done, ACTIVATIONS, more)
+            if kind == "F" and done is not None:
+                found += self._hold(begin, done, ACTIVATIONS, kept[pipeline, index, samples], 1)
         return found
 
     def messages(self) -> list[Change]:

@@ -98,7 +98,7 @@ def _rank_time(
         for kind, waited_s in _exposed(joint, node, now, start, end):
             exposed[kind] = exposed.get(kind, 0.0) + waited_s
         entry = joint.nodes[node]
-        again = durations.of_pass(entry)[1] if entry.kind in ("B", "I") else 0.0
+        again = durations.of_pass(entry)[1] if entry.kind in ("B", "I", "W") else 0.0
         recompute_s += again
         compute_s += end[node] - start[node] - again
         now = end[node]

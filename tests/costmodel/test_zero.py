@@ -227,7 +227,7 @@ def test_nothing_computes_without_its_parameters_and_nothing_is_gathered_too_ear
         for key, found in spans.items():
             for start_s, _, released in found:
                 users = [
-                    n for n, e in enumerate(passes) if _uses(graph, e, key) and start_s - 1e-9 <= e.start_s < released
+                    n for n, e in enumerate(passes) if _uses(graph, e, key) and start_s - 1e-9 <= e.start_s <= released
                 ]
                 assert users, f"bucket {key} is gathered for nobody"
                 before = users[0] - GATHER_DEPTH - 1
