@@ -32,7 +32,7 @@ def collectives(views: Sequence[View], joint: Joint) -> list[str]:
         elif action.gradient_block is None:
             wanted = everybody
         else:
-            wanted = holders[action.gradient_block] if action.gradient_block < len(holders) else set()
+            wanted = holders[action.gradient_block] if 0 <= action.gradient_block < len(holders) else set()
         found = set(node.programs)
         if found != wanted:
             lacks = [views[n].name for n in sorted(wanted - found)]

@@ -23,17 +23,18 @@ def shapes(view: View) -> list[str]:
     several = len({s.pipeline for s in view.stages}) > 1
     for stream, actions in view.program.streams.items():
         channels: set[tuple[object, ...]] = set()
+        messages = any(action.kind in TRANSFER_KINDS for action in actions)
         for action in actions:
             if action.stream != stream:
                 faults.append(f"{view.name}: {action.text} says stream '{action.stream}', but lies on '{stream}'")
             if (action.kind in COMPUTE_KINDS or action.kind in LOCAL_KINDS) != (stream == COMPUTE_STREAM):
                 faults.append(f"{view.name}: {action.text} cannot be on stream '{stream}'")
-            if action.kind in TRANSFER_KINDS or channels:
+            if messages:
                 channels.add((action.kind, action.pipeline, action.stage, action.peer))
             faults += [f"{view.name}: {action.text} {why}" for why in _shape(view, action, several)]
         if len(channels) > 1:
             faults.append(f"{view.name}: stream '{stream}' is no channel: it carries {len(channels)} kinds of messages")
-    return faults
+    return faults or [f"{view.name}: {a.text} {why}" for a in view.actions for why in _waits(view, a)]
 
 
 def _shape(view: View, action: Action, several: bool) -> Iterable[str]:
@@ -65,11 +66,17 @@ def _shape(view: View, action: Action, several: bool) -> Iterable[str]:
             yield "is of a bucket that does not exist"
         if kind in ("LOSS", "NORM", "UPDATE", "UNSHARD") and action.micro_batch is not None:
             yield "names a micro-batch"
+        elif action.micro_batch is None and (kind in RELEASE_KINDS or kind.startswith("UNSHARD_")):
+            yield "names no micro-batch"
     transfer = kind in TRANSFER_KINDS
     if transfer != (action.peer is not None) or transfer != (action.samples is not None):
         yield "does not name peer and samples as it must"
     if action.segment and (not passing or transfer):
         yield "names a segment"
+
+
+def _waits(view: View, action: Action) -> Iterable[str]:
+    """A wait for a block is for a backward that passes it."""
     for wait in action.waits:
         source = view.at.get(wait.action)
         if wait.block is not None and source is not None and view.actions[source].kind in COMPUTE_KINDS:
