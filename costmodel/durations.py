@@ -75,7 +75,12 @@ class Durations:
         ]
 
     def compute(self, kind: str, stage: GraphStage, member: int, samples: int, segment: int = 0) -> Seconds:
-        """Return what F, B, I or W of one segment takes; W takes the whole stage at once."""
+        """Return what F, B, I or W of one segment takes; W takes the whole stage at once.
+
+        As the runtime works: nobody needs the gradient of a first stage's input, so there I is nothing and W the whole
+        backward (but where I exchanges tokens); and what is recomputed is recomputed in I and in W, the blocks of W
+        going backward as a whole.
+        """
         device_type = self.devices[stage.members[member][0]].type.name
         key = (kind, stage.pipeline, stage.index, segment, device_type, samples)
         found = self._passes.get(key)
@@ -85,9 +90,14 @@ class Durations:
             prices = self.block_prices(stage, member, samples)
             for half in range(low, high):
                 price, choice = prices[half // 2 - stage.start], stage.recompute[half // 2 - stage.start]
-                own_s = _half_s(price, FIELDS[kind], half)
+                work = kind
+                if stage.index == 0 and not stage.sharded and kind in "IW":
+                    work = {"I": "", "W": "B"}[kind]
+                elif kind == "W" and choice != "none":
+                    work = "B"
+                own_s = _half_s(price, FIELDS[work], half) if work else 0.0
                 more_s = 0.0
-                if kind in ("B", "I"):  # what is computed again is computed before the first backward work
+                if work and kind != "F":  # what is computed again is computed before the first backward work
                     more_s = {
                         "none": 0.0, "full": _half_s(price, "forward_s", half),
                         "selective": 0.0 if half % 2 else price.selective_forward_s,
