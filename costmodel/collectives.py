@@ -94,9 +94,7 @@ class Ring:
         return self.latency_s + (self.size - 1) / self.size * num_bytes / self.bytes_per_s
 
 
-def ring(
-    costs: CostTable, cluster: Cluster, devices: Sequence[int], *, sharing: int = 1, what: str = "a ring"
-) -> Ring:
+def ring(costs: CostTable, cluster: Cluster, devices: Sequence[int], *, sharing: int = 1, what: str = "a ring") -> Ring:
     """Lay a ring through devices; raises CostError as `all_reduce_s` does."""
     if sharing < 1:
         raise CostError(f"sharing is {sharing}; at least one group uses the network, so it must be 1 or more")

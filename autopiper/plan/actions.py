@@ -169,7 +169,9 @@ class Copy:
 
     def __post_init__(self) -> None:
         if len(self.ranks) != len(self.devices) or not self.ranks:
-            raise PlanError(f"a copy names ranks {self.ranks} and devices {self.devices}; give one device for each rank")
+            raise PlanError(
+                f"a copy names ranks {self.ranks} and devices {self.devices}; give one device for each rank"
+            )
 
 
 @data
