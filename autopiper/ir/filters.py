@@ -45,11 +45,11 @@ def check_tags(graph: TrainingGraph, filter: Filter, *, passes: bool = False) ->
                 f"{dict(filter)}: tag '{tag}' is unknown here{nearest(tag, known)}; allowed: {', '.join(known)}"
             )
         if tag == "PASS":
-            if value not in PASSES:
+            if not isinstance(value, str) or value not in PASSES:
                 raise PlanError(
                     f"{dict(filter)}: PASS is {value!r}{nearest(str(value), PASSES)}; allowed: {', '.join(PASSES)}"
                 )
-        elif value not in ("*", "-") and (isinstance(value, (str, bool)) or value < 0):
+        elif value not in ("*", "-") and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise PlanError(f"{dict(filter)}: {tag} is {value!r}; allowed: an index of 0 or more, '*' or '-'")
         elif value == "-" and tag not in regions(graph):
             raise PlanError(f"{dict(filter)}: everything has a {tag}, so '-' finds nothing; allowed: an index or '*'")

@@ -214,7 +214,7 @@ def replicate(graph: TrainingGraph, it: d.ReplicateDirective, source: str = "") 
     level = 3 if it.shard_params else 2 if it.shard_grads else 1 if it.shard_optimizer else 0
     if it.bucket_size is not None:
         if not (it.bucket_size > 0 and math.isfinite(it.bucket_size)):
-            raise PlanError(f"{dict(it.filter)}: bucket_size is {it.bucket_size}; it must be above zero (MB)")
+            raise PlanError(f"{dict(it.filter)}: bucket_size is {it.bucket_size:g}; it must be above zero (MB)")
         _whole(found)
         graph = buckets(graph, d.buckets(it.filter, bucket_bytes=max(1, round(it.bucket_size * 2**20))))
 

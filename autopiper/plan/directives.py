@@ -13,7 +13,7 @@ from dataclasses import field
 from typing import Literal
 
 from autopiper._data import data
-from autopiper.errors import PlanError
+from autopiper.plan import settle as to
 
 Filter = Mapping[str, int | str]
 
@@ -26,6 +26,9 @@ class PipelineDirective:
     index: int
     micro_batch_sizes: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        to.settle(self, index=to.whole, micro_batch_sizes=to.wholes)
+
 
 @data
 class CutDirective:
@@ -36,6 +39,9 @@ class CutDirective:
     stage: int
     blocks: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        to.settle(self, pipeline=to.whole, stage=to.whole, blocks=to.pair)
+
 
 @data
 class PlaceDirective:
@@ -45,6 +51,9 @@ class PlaceDirective:
     filter: Filter
     devices: tuple[int, ...]
     stream: str | None = None
+
+    def __post_init__(self) -> None:
+        to.settle(self, filter=to.filter, devices=to.devices, stream=to.optional(to.text))
 
 
 @data
@@ -65,6 +74,13 @@ class ReplicateDirective:
     shard_optimizer: bool = False
     """ZeRO 1: optimizer states alone; Piper has no word for it."""
 
+    def __post_init__(self) -> None:
+        to.settle(
+            self, filter=to.filter, devices=to.optional(to.devices), reduce_stream=to.optional(to.text),
+            gather_stream=to.optional(to.text), bucket_size=to.optional(to.number), shard_grads=to.flag,
+            shard_params=to.flag, shard_optimizer=to.flag,
+        )  # fmt: skip
+
 
 @data
 class ShardDirective:
@@ -74,6 +90,9 @@ class ShardDirective:
     filter: Filter
     devices: tuple[int, ...]
     stream: str | None = None
+
+    def __post_init__(self) -> None:
+        to.settle(self, filter=to.filter, devices=to.devices, stream=to.optional(to.text))
 
 
 @data
@@ -85,6 +104,9 @@ class SplitDirective:
     dim_name: str = "MB"
     num_microbatches: int
 
+    def __post_init__(self) -> None:
+        to.settle(self, filter=to.filter, dim_name=to.text, num_microbatches=to.whole)
+
 
 @data
 class OrderDirective:
@@ -95,6 +117,12 @@ class OrderDirective:
     pipelines: tuple[int, ...] | None = None
     parameters: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     filters: tuple[tuple[Filter, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        to.settle(
+            self, schedule=to.optional(to.text), pipelines=to.optional(to.wholes), parameters=to.parameters,
+            filters=to.groups,
+        )  # fmt: skip
 
 
 @data
@@ -108,6 +136,12 @@ class DegreesDirective:
     expert_parallel_size: int = 1
     sequence_parallel: bool = False
 
+    def __post_init__(self) -> None:
+        to.settle(
+            self, filter=to.filter, tensor_parallel_size=to.whole, context_parallel_size=to.whole,
+            expert_parallel_size=to.whole, sequence_parallel=to.flag,
+        )  # fmt: skip
+
 
 @data
 class SlicesDirective:
@@ -116,6 +150,9 @@ class SlicesDirective:
     op: Literal["slices"] = "slices"
     filter: Filter
     slices: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        to.settle(self, filter=to.filter, slices=to.rows)
 
 
 @data
@@ -126,6 +163,9 @@ class RecomputeDirective:
     filter: Filter
     blocks: tuple[str, ...] | str
 
+    def __post_init__(self) -> None:
+        to.settle(self, filter=to.filter, blocks=to.words)
+
 
 @data
 class BucketsDirective:
@@ -134,6 +174,9 @@ class BucketsDirective:
     op: Literal["buckets"] = "buckets"
     filter: Filter
     bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        to.settle(self, filter=to.filter, bucket_bytes=to.whole)
 
 
 Directive = (
@@ -153,12 +196,12 @@ Directive = (
 
 def pipeline(index: int, micro_batch_sizes: Sequence[int]) -> PipelineDirective:
     """Declare pipeline `index` with its micro-batches; its share of the global batch is their sum."""
-    return PipelineDirective(index=index, micro_batch_sizes=tuple(micro_batch_sizes))
+    return PipelineDirective(index=index, micro_batch_sizes=to.wholes("pipeline: micro_batch_sizes", micro_batch_sizes))
 
 
 def cut(pipeline: int, stage: int, *, blocks: tuple[int, int]) -> CutDirective:
     """Give blocks [start, stop) to stage `stage` of pipeline `pipeline`."""
-    return CutDirective(pipeline=pipeline, stage=stage, blocks=(blocks[0], blocks[1]))
+    return CutDirective(pipeline=pipeline, stage=stage, blocks=to.pair("cut: blocks", blocks))
 
 
 def place(filter: Filter, devices: Sequence[int], *, stream: str | None = None) -> PlaceDirective:
@@ -167,9 +210,7 @@ def place(filter: Filter, devices: Sequence[int], *, stream: str | None = None) 
     A filter is {tag: index or "*"}: `PIPE` is the pipeline, `PP` the stage in it; {} matches every stage. Several
     devices are data-parallel members, unless `degrees` says otherwise.
     """
-    if not isinstance(devices, Sequence):
-        raise PlanError(f"place: devices is {devices!r}; give a list of device ids, such as [{devices!r}]")
-    return PlaceDirective(filter=dict(filter), devices=tuple(devices), stream=stream)
+    return PlaceDirective(filter=filter, devices=to.devices("place: devices", devices), stream=stream)
 
 
 def replicate(
@@ -189,8 +230,8 @@ def replicate(
     `shard_params` are ZeRO 1, 2 and 3. `bucket_size` is in MB (2**20 bytes). Streams are names; equal names keep one order.
     """
     return ReplicateDirective(
-        filter=dict(filter),
-        devices=None if devices is None else tuple(devices),
+        filter=filter,
+        devices=None if devices is None else to.devices("replicate: devices", devices),
         reduce_stream=reduce_stream,
         gather_stream=gather_stream,
         bucket_size=bucket_size,
@@ -205,12 +246,12 @@ def shard(filter: Filter, devices: Sequence[int], *, stream: str | None = None) 
 
     `devices` are those of the stage. All members form one group, unless `degrees(expert_parallel_size=)` says otherwise.
     """
-    return ShardDirective(filter=dict(filter), devices=tuple(devices), stream=stream)
+    return ShardDirective(filter=filter, devices=to.devices("shard: devices", devices), stream=stream)
 
 
 def split(filter: Filter, *, num_microbatches: int, dim_name: str = "MB") -> SplitDirective:
     """Cut the global batch of the matched pipelines into equal micro-batches."""
-    return SplitDirective(filter=dict(filter), dim_name=dim_name, num_microbatches=num_microbatches)
+    return SplitDirective(filter=filter, dim_name=dim_name, num_microbatches=num_microbatches)
 
 
 def order(
@@ -227,9 +268,9 @@ def order(
     """
     return OrderDirective(
         schedule=schedule,
-        pipelines=None if pipelines is None else tuple(pipelines),
+        pipelines=None if pipelines is None else to.wholes("order: pipelines", pipelines),
         parameters=parameters,
-        filters=None if filters is None else tuple(tuple(dict(f) for f in group) for group in filters),
+        filters=to.groups("order: filters", filters),
     )
 
 
@@ -243,7 +284,7 @@ def degrees(
 ) -> DegreesDirective:
     """Set the parallel degrees inside the matched stages."""
     return DegreesDirective(
-        filter=dict(filter),
+        filter=filter,
         tensor_parallel_size=tensor_parallel_size,
         context_parallel_size=context_parallel_size,
         expert_parallel_size=expert_parallel_size,
@@ -253,14 +294,14 @@ def degrees(
 
 def slices(filter: Filter, slices: Sequence[Sequence[int]]) -> SlicesDirective:
     """Share each micro-batch of the matched stages among their members, in samples."""
-    return SlicesDirective(filter=dict(filter), slices=tuple(tuple(row) for row in slices))
+    return SlicesDirective(filter=filter, slices=to.rows("slices: slices", slices))
 
 
 def recompute(filter: Filter, blocks: Sequence[str] | str) -> RecomputeDirective:
     """Choose "none", "selective" or "full" for every block of the matched stages, or one word for all."""
-    return RecomputeDirective(filter=dict(filter), blocks=blocks if isinstance(blocks, str) else tuple(blocks))
+    return RecomputeDirective(filter=filter, blocks=to.words("recompute: blocks", blocks))
 
 
 def buckets(filter: Filter, *, bucket_bytes: int) -> BucketsDirective:
     """Cut gradient blocks of the matched stages into buckets of at most `bucket_bytes`."""
-    return BucketsDirective(filter=dict(filter), bucket_bytes=bucket_bytes)
+    return BucketsDirective(filter=filter, bucket_bytes=bucket_bytes)
