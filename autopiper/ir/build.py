@@ -26,6 +26,9 @@ def build(strategy: Strategy, model: Model, cluster: Cluster) -> TrainingGraph:
     if faults:
         raise PlanError(f"the strategy for '{model.name}' on '{cluster.name}' is not whole", faults)
     graph = _each_stage(graph, _with_slices)
+    faults = [fault for stage in graph.stages() if stage.sharded for fault in _idle_experts(stage)]
+    if faults:
+        raise PlanError("experts without samples", faults)
     graph = replace(graph, training=graph.training.resolve(cluster.device(d).type for d in graph.devices()))
     graph = replace(graph, gradient_blocks=gradient_blocks(graph))
     return _each_stage(graph, lambda graph, stage: replace(stage, borders=borders(graph, stage)))
@@ -50,6 +53,20 @@ def _with_slices(graph: TrainingGraph, stage: GraphStage) -> GraphStage:
             "say with slices(...) who takes how many"
         )
     return replace(stage, slices=tuple((size // members,) * members for size in sizes))
+
+
+def _idle_experts(stage: GraphStage) -> list[str]:
+    """Say where a member has no samples while others of its expert group have: its experts would not compute theirs."""
+    size = stage.expert_parallel_size
+    for mb, row in enumerate(stage.slices):
+        for first in range(0, len(row), size):
+            part = row[first : first + size]
+            if 0 in part and any(part):
+                return [
+                    f"stage {stage.tag}, micro-batch {mb}: slices {part} of members {first}..{first + size - 1}, which divide the "
+                    "experts; one without samples cannot be planned yet: give each at least one"
+                ]
+    return []
 
 
 def _faults(graph: TrainingGraph) -> list[str]:

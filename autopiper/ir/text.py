@@ -1,9 +1,9 @@
 """A training graph and its Programs as text: the whole strategy on one screen, and golden files for tests.
 
-    pipeline 0: 4 micro-batches of 1
-      p0.s0  blocks 0..1  on 0 | 1  zero 3  segments 0, 1
-    devices 0 | 1
-      0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2
+pipeline 0: 4 micro-batches of 1
+  p0.s0  blocks 0..1  on 0 | 1  zero 3  segments 0, 1
+devices 0 | 1
+  0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2
 """
 
 from __future__ import annotations

@@ -211,6 +211,8 @@ def replicate(graph: TrainingGraph, it: d.ReplicateDirective, source: str = "") 
     if it.devices is not None:
         for each in found:
             _same_devices(each.stage, it.devices)
+    _check_stream(it.reduce_stream)
+    _check_stream(it.gather_stream)
     level = 3 if it.shard_params else 2 if it.shard_grads else 1 if it.shard_optimizer else 0
     if it.bucket_size is not None:
         if not (it.bucket_size > 0 and math.isfinite(it.bucket_size)):
@@ -230,6 +232,15 @@ def replicate(graph: TrainingGraph, it: d.ReplicateDirective, source: str = "") 
     return _update(graph, found, change)
 
 
+def _check_stream(name: str | None) -> None:
+    """Refuse names of streams that every Program has for something else."""
+    if name is not None and (name in ("compute", "loss", "norm") or ":" in name or not name.strip()):
+        raise PlanError(
+            f"stream '{name}' is taken or no name: 'compute', 'loss' and 'norm' are streams of their own, names with ':' "
+            "those of channels; usual are 'dp_stream' and 'ep_stream'"
+        )
+
+
 def _same_devices(stage: GraphStage, devices: tuple[int, ...]) -> None:
     placed = {device for member in stage.members for device in member}
     if placed != set(devices):
@@ -246,6 +257,7 @@ def buckets(graph: TrainingGraph, it: d.BucketsDirective, source: str = "") -> T
 
 def shard(graph: TrainingGraph, it: d.ShardDirective, source: str = "") -> TrainingGraph:
     """Divide the experts of blocks over members: an all-to-all before and after them, forward and backward."""
+    _check_stream(it.stream)
     found = select(graph, it.filter)
     chosen: list[Selection] = []
     for each in found:
