@@ -201,7 +201,7 @@ def test_refusals_of_sharding_experts(cluster_of: ClusterOf, more: list[d.Direct
 def test_streams_of_names_that_programs_use_are_refused() -> None:
     model, cluster = Model.chain(2), Cluster.local(num_devices=2, ideal=True)
     for name in ("compute", "loss", "norm", "p0:s0.m0>s1.m0:F", " "):
-        given = [d.place({}, [0, 1]), d.replicate({}, reduce_stream=name)]
+        given: list[d.Directive] = [d.place({}, [0, 1]), d.replicate({}, reduce_stream=name)]
         strategy = Strategy.from_directives(given, Training(global_batch_size=2))
         with pytest.raises(
             PlanError, match=re.escape(f"directive 1 (replicate) {{}}: stream '{name}' is taken or no name")
@@ -214,7 +214,7 @@ def test_members_that_divide_experts_all_have_samples() -> None:
         num_layers=1, hidden_size=8, num_attention_heads=2, sequence_length=4, vocab_size=16, num_experts=4,
         experts_per_token=2,
     )  # fmt: skip
-    given = [d.place({}, [0, 1]), d.shard({"EP": "*"}, [0, 1]), d.slices({}, [[2, 0]])]
+    given: list[d.Directive] = [d.place({}, [0, 1]), d.shard({"EP": "*"}, [0, 1]), d.slices({}, [[2, 0]])]
     strategy = Strategy.from_directives(given, Training(global_batch_size=2))
     with pytest.raises(
         PlanError, match=r"p0.s0, micro-batch 0: slices \(2, 0\) of members 0..1, which divide the experts"
