@@ -76,10 +76,12 @@ def stage_static_bytes(graph: TrainingGraph, costs: CostTable, stage: GraphStage
         whole = shard_parameters(block, tp)
         experts = block.expert_parameters / tp if b in stage.sharded else 0.0
         count = whole - experts
-        for tied in model.tied:
+        alike = 0.0  # tied parameters are a gradient block of their own, of level 0: whole on every holder
+        for tied in (t for t in model.tied if b in t.blocks):
             held_before = any(s.start <= u < s.stop for s in earlier for u in tied.blocks)
-            if b in tied.blocks and (held_before or any(stage.start <= u < b for u in tied.blocks)):
-                count -= tied.parameters / tp
+            count -= tied.parameters / tp
+            if not held_before and not any(stage.start <= u < b for u in tied.blocks):
+                alike += tied.parameters / tp
         # Where the costs give the bytes of a block, those count, divided as its parameters are.
         scale = 1.0
         if costs.parameter_bytes is not None:
@@ -90,7 +92,7 @@ def stage_static_bytes(graph: TrainingGraph, costs: CostTable, stage: GraphStage
                 count = given / tp
         for n, bytes_ in enumerate(each):
             divided = holders.get(b, 1) if stage.zero[b - stage.start] >= (3, 2, 1)[n] else 1
-            found[n] += (count / divided + experts / stage.expert_parallel_size) * bytes_ * scale
+            found[n] += (count / divided + alike + experts / stage.expert_parallel_size) * bytes_ * scale
     return States(parameters=found[0], gradients=found[1], optimizer=found[2])
 
 

@@ -137,7 +137,9 @@ class _Holds:
         )  # fmt: skip
 
     def _hold(self, begin_s: float, until_s: float, kind: str, num_bytes: float, live: int = 0) -> list[Change]:
-        return [(begin_s, 1, kind, num_bytes, live), (until_s * (1 - TIE), 0, kind, -num_bytes, -live)]
+        # What is let go at the moment when it comes was never held; let go a tie earlier, it would count as less than none.
+        gone_s = until_s * (1 - TIE)
+        return [(begin_s, 1, kind, num_bytes, live), (gone_s, 0, kind, -num_bytes, -live)] if begin_s < gone_s else []
 
     def activations(self) -> list[Change]:
         """What passes keep from F to the end of the backward, and what comes in between for I and W apart."""
