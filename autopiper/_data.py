@@ -53,10 +53,18 @@ def _words(hint: Any) -> str:
     return _WORDS.get(hint) or f"a {hint.__name__}"
 
 
+def shown(value: Any) -> str:
+    """Write what came, briefly, for a message."""
+    try:
+        return repr(value)[:80]
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a number of thousands of digits"
+
+
 def require(error: type[Exception], name: str, value: Any, hint: Any) -> None:
     """Raise `error`, saying what came and what is allowed, where `value` is not what the type `hint` says."""
     if not _is(value, hint):
-        raise error(f"{name} is {repr(value)[:80]} ({type(value).__name__}); it must be {_words(hint)}")
+        raise error(f"{name} is {shown(value)} ({type(value).__name__}); it must be {_words(hint)}")
 
 
 def require_fields(value: Any, error: type[Exception], prefix: str = "") -> None:

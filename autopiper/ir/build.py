@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopiper._data import require
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import PlanError
 from autopiper.ir import phases
@@ -20,6 +21,9 @@ def build(strategy: Strategy, model: Model, cluster: Cluster) -> TrainingGraph:
     Raises PlanError with every fault where the directives do not make a whole strategy. A training whose precision
     is still None is resolved over the devices that the strategy uses.
     """
+    require(PlanError, "strategy", strategy, Strategy)
+    require(PlanError, "model", model, Model)
+    require(PlanError, "cluster", cluster, Cluster)
     graph = TrainingGraph(model=model, cluster=cluster, training=strategy.training)
     graph = phases.apply(graph, strategy.directives())
     faults = _faults(graph)

@@ -8,6 +8,7 @@ nothing about the training and nothing about the layers: it needs a model whose 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from autopiper.plan.directives import Directive
 
 UNCUT_BYTES = 2**50
 """Bucket size that cuts nothing: what Piper does where `bucket_size` is absent."""
+
+DIGITS = re.compile("[0-9]{1,18}", re.ASCII)
+"""A number as text, within 64 bits."""
 
 Check = Callable[[str, Any], list[str]]
 """(field, value) -> what is wrong with it."""
@@ -54,7 +58,7 @@ def _value(value: Any) -> int | str | None:
     if value is None:
         return "-"
     if isinstance(value, str):
-        return value if value == "*" else int(value) if value.isascii() and value.isdigit() else None
+        return value if value == "*" else int(value) if DIGITS.fullmatch(value) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autopiper._data import data
+from autopiper._data import data, require
 from autopiper.errors import CostError, nearest
 from autopiper.plan.prices import (
     DEFAULT_OVERLAPS,
@@ -107,6 +107,7 @@ class CostTable:
         """Write the table as JSON, whole or not at all."""
         from autopiper.plan import file
 
+        require(CostError, "path", path, str | Path)
         file.write(path, "costs", self)
 
     @staticmethod

@@ -5,6 +5,7 @@ A file is {"autopiper": "plan" | "costs", "schema_version": n, …the fields}. P
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -155,6 +156,8 @@ def decode(content: Any, kind: str, cls: type[T], error: type[AutoPiperError], w
 def write_text(path: str | Path, text: str) -> None:
     """Write a file so that a kill at any moment leaves the old one or the new one, never half of one."""
     target = Path(path)
+    if "\0" in str(target):  # a ValueError to some, nothing to others
+        raise OSError(errno.EINVAL, "no file can be called so", str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:

@@ -7,7 +7,7 @@ from dataclasses import field
 from math import inf
 from pathlib import Path
 
-from autopiper._data import data
+from autopiper._data import data, require
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import PlanError
 from autopiper.model.spec import Model
@@ -115,6 +115,7 @@ class Plan:
         """Write the plan as JSON, whole or not at all."""
         from autopiper.plan import file
 
+        require(PlanError, "path", path, str | Path)
         file.write(path, "plan", self)
 
 

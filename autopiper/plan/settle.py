@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any
 
+from autopiper._data import shown
 from autopiper.errors import PlanError
 
 MOST = 2**63 - 1
@@ -25,15 +26,8 @@ def settle(it: Any, **kinds: Kind) -> None:
         object.__setattr__(it, name, kind(f"{it.op}: {name}", getattr(it, name)))
 
 
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)[:80]
-    except ValueError:  # a whole number of more digits than Python writes
-        return "a very large number"
-
-
 def _refuse(name: str, value: Any, allowed: str) -> PlanError:
-    return PlanError(f"{name} is {_shown(value)} ({type(value).__name__}); it must be {allowed}")
+    return PlanError(f"{name} is {shown(value)} ({type(value).__name__}); it must be {allowed}")
 
 
 def whole(name: str, value: Any) -> int:
@@ -96,7 +90,7 @@ def filter(name: str, value: Any) -> dict[str, Any]:
     for tag in value:
         if not isinstance(tag, str):
             raise PlanError(
-                f"{name} {_shown(dict(value))}: the tag {_shown(tag)} is no text; tags are PIPE, PP, MB, PASS and regions of the model"
+                f"{name} {shown(dict(value))}: the tag {shown(tag)} is no text; tags are PIPE, PP, MB, PASS and regions of the model"
             )
     return {
         t: whole(f"{name}, {t}", v) if isinstance(v, Integral) and not isinstance(v, bool) else v

@@ -144,6 +144,8 @@ class Strategy:
     """Directives written by hand; then `pipelines` and `schedules` are empty."""
 
     def __post_init__(self) -> None:
+        require(PlanError, "training", self.training, Training)
+        require(PlanError, "bucket_bytes", self.bucket_bytes, int)
         if self.bucket_bytes < 1:
             raise PlanError(f"bucket_bytes is {self.bucket_bytes}; it must be 1 or more")
         if bool(self.given) == bool(self.pipelines):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from autopiper._data import require
 from autopiper.cluster.spec import Cluster
-from autopiper.errors import PlanError
+from autopiper.errors import PlanError, nearest
 from autopiper.model.spec import Model
+from autopiper.plan.settle import whole
 from autopiper.plan.strategy import V_FAMILIES, Group, Leftover, Pipeline, Schedule, Stage, Strategy, even_sizes
 from autopiper.plan.training import Training
 
@@ -32,19 +35,29 @@ def uniform(
     sizes = {
         "micro_batch_size": micro_batch_size, "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size, "expert_parallel_size": expert_parallel_size,
-        "virtual_pipeline_parallel_size": virtual_pipeline_parallel_size,
+        "virtual_pipeline_parallel_size": virtual_pipeline_parallel_size, "context_parallel_size": context_parallel_size,
     }  # fmt: skip
     for name, value in sizes.items():
-        require(PlanError, name, value, int)
+        whole(name, value)
         if value < 1:
             raise PlanError(f"{name} is {value}; it must be 1 or more")
+    for name, word in (("schedule", schedule), ("recompute", recompute), ("leftover", leftover)):
+        require(PlanError, name, word, str)
+    require(PlanError, "sequence_parallel", sequence_parallel, bool)
+    whole("zero", zero)
+    if leftover not in get_args(Leftover):
+        raise PlanError(f"leftover is {leftover!r}{nearest(leftover, get_args(Leftover))}; allowed: 'first', 'ends'")
     if context_parallel_size != 1:
         raise PlanError(f"context_parallel_size is {context_parallel_size}; only 1 can be planned yet")
     if zero not in (0, 1, 2, 3):
         raise PlanError(f"zero is {zero}; it must be 0, 1, 2 or 3")
     if not devices:
         raise PlanError("devices is empty; name at least one, or None for all")
-    tp, pp = tensor_parallel_size, pipeline_parallel_size
+    # Numbers of numpy would not go into a file.
+    tp, pp, micro_batch_size, zero = (
+        int(n) for n in (tensor_parallel_size, pipeline_parallel_size, micro_batch_size, zero)
+    )
+    expert_parallel_size, devices = int(expert_parallel_size), tuple(map(int, devices))
     per_rank = _stages_per_rank(schedule, virtual_pipeline_parallel_size)
     if len(devices) % (tp * pp):
         raise PlanError(
@@ -62,6 +75,11 @@ def uniform(
         raise PlanError(
             f"data_parallel_size {dp} does not divide by expert_parallel_size {expert_parallel_size}; "
             f"{dp} mod {expert_parallel_size} = {dp % expert_parallel_size}"
+        )
+    if expert_parallel_size > 1 and not any(block.num_experts for block in model.blocks):
+        raise PlanError(
+            f"expert_parallel_size is {expert_parallel_size}, but model '{model.name}' has no experts to divide; "
+            "allowed: 1"
         )
     count = _count(training, micro_batch_size, dp, pipelines=2 if schedule == "dualpipe" else 1)
     starts = [0]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import autopiper as ap
+from autopiper import ir
 from autopiper.cluster.spec import Cluster
 from autopiper.errors import AutoPiperError, PlanError
 from autopiper.model.spec import Model
@@ -118,3 +119,76 @@ def test_numbers_of_numpy_and_generators_become_plain_data() -> None:
         made[4].parameters["forwards_per_hop"],
     ]  # fmt: skip
     assert {type(each) for each in plain} == {int, float}
+
+
+@pytest.mark.parametrize(
+    ("argument", "allowed", "words"),
+    [
+        ("sequence_parallel", (True, False), "sequence_parallel is 1.5 (float); it must be True or False"),
+        ("leftover", ("first", "ends"), "leftover is 1.5 (float); it must be text"),
+        ("zero", (0, 1, 2, 3), "zero is 1.5 (float); it must be a whole number"),
+        ("context_parallel_size", (1,), "context_parallel_size is 1.5 (float); it must be a whole number"),
+        ("schedule", (), "schedule is 1.5 (float); it must be text"),
+        ("recompute", (), "recompute is 1.5 (float); it must be text"),
+        ("devices", (None, range(2), [1]), "devices is 1.5 (float)"),
+    ],
+)
+def test_uniform_takes_nothing_odd(
+    cluster_of: ClusterOf, tmp_path: Path, argument: str, allowed: tuple[Any, ...], words: str
+) -> None:
+    training, make = Training(global_batch_size=8), Strategy.uniform
+    with pytest.raises(PlanError, match=re.escape(words)):
+        make(MODEL, cluster_of(4), training, **{argument: 1.5})  # type: ignore[arg-type]
+    for value in ODD:
+        try:
+            plan = ap.make_plan(make(MODEL, cluster_of(4), training, **{argument: value}), MODEL, cluster_of(4))
+        except AutoPiperError:
+            continue
+        assert any(type(value) is type(each) and value == each for each in allowed) or isinstance(
+            value, (np.int64, range)
+        )
+        plan.save(tmp_path / "plan.json")
+        assert ap.load_plan(tmp_path / "plan.json").strategy == plan.strategy
+
+
+def test_expert_groups_need_experts(cluster_of: ClusterOf) -> None:
+    words = "expert_parallel_size is 2, but model 'chain' has no experts to divide; allowed: 1"
+    with pytest.raises(PlanError, match=re.escape(words)):
+        Strategy.uniform(Model.chain(4), cluster_of(4), Training(global_batch_size=8), expert_parallel_size=2)
+
+
+@pytest.mark.parametrize("value", [v for v in ODD if not isinstance(v, np.ndarray)], ids=lambda v: type(v).__name__)
+def test_odd_arguments_of_the_verbs(cluster_of: ClusterOf, tmp_path: Path, value: Any) -> None:
+    training = Training(global_batch_size=8)
+    given = [Strategy.uniform(MODEL, cluster_of(4), training), MODEL, cluster_of(4)]
+    for at in range(3):
+        odd_one: list[Any] = [*given[:at], value, *given[at + 1 :]]
+        for verb in (ir.build, ap.make_plan, ap.simulate, ap.verify):
+            with pytest.raises(PlanError):
+                verb(*odd_one)
+        with pytest.raises(PlanError):
+            ap.write_piper(odd_one[0], odd_one[1], odd_one[2], tmp_path / "program.json")
+    with pytest.raises(PlanError, match="training is "):
+        Strategy.from_directives(BASE, value)
+    assert not list(tmp_path.iterdir()), "nothing is written for what is refused"
+
+
+def test_names_that_no_file_can_have(cluster_of: ClusterOf) -> None:
+    model = MODEL.annotate("PP", (0, 2), (2, 4))
+    plan = ap.make_plan(Strategy.uniform(model, cluster_of(2), Training(global_batch_size=8)), model, cluster_of(2))
+    with pytest.raises(OSError, match="no file can be called so"):
+        plan.save("a\0b.json")
+    with pytest.raises(PlanError, match="path is 3"):
+        plan.save(3)  # type: ignore[arg-type]
+    with pytest.raises(AutoPiperError, match="no file can be called so"):
+        ap.trace(plan, "a\0b.json")
+    with pytest.raises(AutoPiperError, match="no file can be called so"):
+        ap.write_piper(plan.strategy, model, cluster_of(2), "a\0b.json")
+
+
+def test_numbers_of_thousands_of_digits_in_a_piper_program(tmp_path: Path) -> None:
+    path = tmp_path / "program.json"
+    for number in ("9" * 5000, f'"{"9" * 5000}"', "9" * 30):
+        path.write_text('[{"op": "place", "filter": {"PP": ' + number + '}, "devices": [0]}]')
+        with pytest.raises(PlanError, match=r"place|is not JSON"):
+            ap.read_piper(path)
