@@ -2,8 +2,10 @@
 
 Members that exchange messages, or divide experts among a part of their stage, belong together: a *strand*, the members
 of one replica through all stages. Two strands are equal where they have the same slices on the same types of devices
-over the same links, and share their nodes with equally many of the same. Strands meet only in collectives over whole
-stages and holder sets, where all of them wait for the slowest, so equal strands do everything at the same times.
+over the same links, and share their nodes with equally many of the same. Strands meet only in collectives in which all
+those of a device group take part and wait for the slowest, so equal strands do everything at the same times. Where
+pipelines divide experts otherwise than each other, a part may be held by some strands of a group only: those that hold
+it wait for each other, and are made one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ def classes(graph: TrainingGraph) -> Iterator[tuple[Members, int, tuple[int, ...
     numbers = {members: n for n, members in enumerate(groups)}
     neighbours = _neighbours(graph, numbers)
     strands = _strands(neighbours)
+    while _join_parted(graph, numbers, neighbours, strands):
+        strands = _strands(neighbours)
     colour = dict.fromkeys(range(len(strands)), 0)
     while True:  # refined until equal strands also share their nodes with equal ones
         refined = _refine(graph, groups, strands, neighbours, colour)
@@ -67,6 +71,38 @@ def _neighbours(graph: TrainingGraph, numbers: dict[Members, int]) -> dict[Seat,
                 for m in range(len(stage.members)):
                     join((group, m // size * size), (group, m))
     return found
+
+
+def _join_parted(
+    graph: TrainingGraph,
+    numbers: dict[Members, int],
+    neighbours: dict[Seat, dict[Seat, int]],
+    strands: list[list[Seat]],
+) -> bool:
+    """Join the holders of each expert part that is held by several device groups, but not by all strands of each.
+
+    Returns whether there was one.
+    """
+    of = {seat: n for n, strand in enumerate(strands) for seat in strand}
+    inside: dict[int, set[int]] = {}
+    for (group, _), strand in of.items():
+        inside.setdefault(group, set()).add(strand)
+    joined = False
+    for block in graph.gradient_blocks:
+        if block.kind != "expert":
+            continue
+        seats = [(numbers[graph.stage(p.pipeline, p.stage).members], p.member) for p in block.holders]
+        groups = {group for group, _ in seats}
+        if len(groups) == 1:
+            continue
+        holding = {(group, of[group, member]) for group, member in seats}
+        together = len({of[seat] for seat in seats}) == 1
+        if not together and any(len({s for g, s in holding if g == group}) < len(inside[group]) for group in groups):
+            for other in seats[1:]:
+                neighbours[seats[0]].setdefault(other, len(neighbours[seats[0]]))
+                neighbours[other].setdefault(seats[0], len(neighbours[other]))
+            joined = True
+    return joined
 
 
 def _strands(neighbours: dict[Seat, dict[Seat, int]]) -> list[list[Seat]]:

@@ -161,3 +161,21 @@ def test_a_strategy_of_equal_replicas_is_indeed_folded() -> None:
     assert len(ir.lower(graph)) < len(ir.lower_all(graph)) == 8
     with pytest.raises(PlanError, match="expert_parallel_size"):
         Strategy.uniform(MODEL, cluster, training, pipeline_parallel_size=2, expert_parallel_size=3)
+
+
+def test_parts_of_experts_that_only_some_replicas_hold_are_walked_apart() -> None:
+    """One pipeline divides four experts over its members, the other holds all: each part has one holder more elsewhere.
+
+    Were the members of the first one class, the reductions of three parts would not wait for it.
+    """
+    cluster = nodes_of(1, 1, 1, 1, 1, 1, 1, 1)
+    given: list[d.Directive] = [
+        d.pipeline(0, [16, 8, 8]), d.pipeline(1, [4, 4]), d.cut(0, 0, blocks=(0, 8)), d.cut(1, 0, blocks=(0, 8)),
+        d.place({"PIPE": 0}, range(4)), d.place({"PIPE": 1}, range(4, 8)), d.shard({"PIPE": 0}, range(4)),
+    ]  # fmt: skip
+    graph = ir.build(Strategy.from_directives(given, Training(global_batch_size=40, precision="bf16")), MODEL, cluster)
+    costs = price(MODEL, cluster, graph.training, max_samples=4)
+    one, all_ = simulate(graph, ir.lower(graph), costs), simulate(graph, ir.lower_all(graph), costs)
+    ends = [{e.action: e.end_s for lane in t.lanes for e in lane.events if 4 in lane.ranks} for t in (one, all_)]
+    assert ends[0] == pytest.approx(ends[1])
+    assert one.step_time_s == pytest.approx(all_.step_time_s)
