@@ -29,6 +29,7 @@ class Network:
         self.stands_for = stands_for or {}
         self.devices = cluster.devices()
         self.measured = {link.tier: link.bytes_per_s for link in costs.links}
+        self.tiers = {tier.name: tier.link.bytes_per_s for tier in cluster.tiers}
         self._rings: dict[tuple[int, ...], Ring] = {}
 
     def message(
@@ -121,9 +122,10 @@ class Network:
     def _interfaces(self, device: int, far: int, way: str, rate: float) -> list[Use]:
         """Return what is asked of a node's interfaces and of its link into the tier towards a far device."""
         node = self.devices[device].node
-        tier, link = self.cluster.tier(device, far), self.cluster.link(device, far)
+        tier, own = self.cluster.tier(device, far), self.cluster.nodes[node].network.bytes_per_s
         least, pool = self.measured.get(tier, 0.0), self.stands_for.get(node, node)
+        # A pool is the node's and holds whoever is at the other end, so that end's interfaces do not count here.
         return [
-            (("interfaces", pool, way), rate, max(self.cluster.nodes[node].network.bytes_per_s, least)),
-            ((tier, pool, way), rate, max(link.bytes_per_s, least)),
+            (("interfaces", pool, way), rate, max(own, least)),
+            ((tier, pool, way), rate, max(min(own, self.tiers.get(tier, own)), least)),
         ]

@@ -179,3 +179,19 @@ def test_parts_of_experts_that_only_some_replicas_hold_are_walked_apart() -> Non
     ends = [{e.action: e.end_s for lane in t.lanes for e in lane.events if 4 in lane.ranks} for t in (one, all_)]
     assert ends[0] == pytest.approx(ends[1])
     assert one.step_time_s == pytest.approx(all_.step_time_s)
+
+
+def test_what_a_node_can_send_does_not_depend_on_who_was_asked_first() -> None:
+    """A node with two interfaces sends to one with one and to two with two, at the same time: two fit, three do not."""
+    single, double = (
+        Cluster.homogeneous(
+            "a100-80g", num_nodes=4, devices_per_node=4, inter_node_GBps=n, inter_node_latency_us=0, nics=n
+        ).nodes
+        for n in (1, 2)
+    )
+    base = Cluster.homogeneous("a100-80g", num_nodes=4, devices_per_node=4, inter_node_GBps=2, nics=2)
+    cluster = replace(base, nodes=(double[0], replace(single[1]), double[2], double[3]))
+    pairs = sends(cluster, [(0, 4), (1, 8)], [1, 1])
+    assert [message_s(pairs, 0), message_s(pairs, 2)] == pytest.approx([1, 1])
+    three = sends(cluster, [(0, 4), (1, 8), (2, 12)], [1, 1])
+    assert [message_s(three, n) for n in (0, 2, 4)] == pytest.approx([1.5, 1.5, 1.5])
